@@ -33,8 +33,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
-from harness import Call, Captured, Ceiling, Ranks, facts, no_ceiling, paired, write  # noqa: E402
-from peers.timed import OPEN_CLIP, PLAINS, TIMED, Loss, compiled  # noqa: E402
+from harness import Call, Ranks, captured, ceiling, facts, no_ceiling, paired, write  # noqa: E402
+from peers.timed import OPEN_CLIP, PLAINS, TIMED, Loss, compiled, loaded  # noqa: E402
 
 import contrastile  # noqa: E402
 from contrastile.bench.agreement import check  # noqa: E402
@@ -59,7 +59,6 @@ class Case:
         d: width.
         settings: of the call.
         scale: multiplies the dot products.
-        what: "both", "forward" or "backward".
         graph: replayed as a CUDA graph.
         each: False where b counts the rows of all ranks.
     """
@@ -70,7 +69,6 @@ class Case:
     d: int = 512
     settings: dict[str, Any] = field(default_factory=dict)
     scale: float = 100.0
-    what: str = "both"
     graph: bool = False
     each: bool = True
 
@@ -78,7 +76,6 @@ class Case:
     def label(self) -> str:
         """The case in words."""
         more = "".join(f" {name}={value}" for name, value in self.settings.items())
-        more += "" if self.what == "both" else f" {self.what}"
         more += f"{' graph' if self.graph else ''}{'' if self.each else ' in all'}"
         more += f" scale={self.scale:g}" if self.scale > 100.0 else ""
         return f"{self.loss} {self.dtype} b={self.b} d={self.d}{more}"
@@ -89,7 +86,7 @@ class Case:
 
     def flops(self, n: int) -> float:
         """Of each rank, for the products of clip_loss: one forward, three backward (X again, dQ, dK)."""
-        return {"both": 8.0, "forward": 2.0, "backward": 6.0}[self.what] * self.rows(n) ** 2 * n * self.d
+        return 8.0 * self.rows(n) ** 2 * n * self.d
 
 
 def _clip(b: int, d: int = 512, **more: Any) -> Case:
@@ -119,7 +116,6 @@ STEPS = (
     *(_clip(8192, d, graph=True) for d in (512, 1024)),
     _clip(8192),
     _clip(65536, scale=400.0),
-    *(_clip(b, what=what) for b in (65536, 32768, 8192) for what in ("forward", "backward")),
 )
 SCALING = (
     *(_clip(32768), _clip(65536, each=False), _clip(262144, each=False), _clip(32768, 1024), _clip(131072, each=False)),
@@ -149,15 +145,8 @@ def smoke(found: tuple[Case, ...]) -> tuple[Case, ...]:
     return tuple({case.label: case for case in small}.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One implementation on n ranks; where ``loss`` is None, the reason why it is not to be had."""
-
-    name: str
-    loss: Loss | None
-    n: int
-    exchange: str = "local"
-    reason: str = ""
+Job = tuple[str, str, int, Loss | None, str]
+"""Name, exchange and number of ranks of one implementation; its loss, or None and why it is not to be had."""
 
 
 def ours(case: Case, backend: str, **how: Any) -> Loss:
@@ -172,30 +161,25 @@ def ours(case: Case, backend: str, **how: Any) -> Loss:
 def jobs(part: str, case: Case, ranks: Ranks, backends: list[str]) -> Iterator[Job]:
     """Everybody who computes a case."""
     size = ranks.size
-    if part == "everyday":
-        how = {} if size == 1 else {"group": ranks.groups[size]}
-        for name in backends:
-            yield Job(name, ours(case, name, **how), size)
-        if size == 1:
-            torch._dynamo.reset()
-            yield Job("plain", PLAINS[case.loss], 1)
-            yield Job("compiled", compiled(PLAINS[case.loss]), 1)
-    else:
-        numbers = list(ranks.groups) if part == "steps" else [size]
-        ways = ("ring", "gather") if part == "steps" else ("auto", "ring", "gather")
-        for name in backends:
-            for n in numbers:
-                for way in ways if n > 1 else ("local",):
-                    how = {} if n == 1 else {"group": ranks.groups[n], "exchange": way}
-                    yield Job(f"contrastile {name}", ours(case, name, **how), n, way)
-            if part == "steps" and size > 1:
-                yield Job(f"contrastile {name}", ours(case, name, group=ranks.groups[size]), size, "auto")
-    for name, peer in TIMED.items():
+    everyday, steps = part == "everyday", part == "steps"
+    numbers = list(ranks.groups) if steps else [size]
+    for name in backends:
+        for n in numbers:
+            ways = ["local"] if n == 1 else ["auto"] if everyday else ["auto", "ring", "gather"]
+            if steps and n not in (1, size):
+                ways.remove("auto")
+            for way in ways:
+                how = {} if n == 1 else {"group": ranks.groups[n], "exchange": way}
+                yield name if everyday else f"contrastile {name}", way, n, ours(case, name, **how), ""
+    if everyday and size == 1:
+        torch._dynamo.reset()
+        yield "plain", "local", 1, PLAINS[case.loss], ""
+        yield "compiled", "local", 1, compiled(PLAINS[case.loss]), ""
+    for name, (places, _) in TIMED.items():
         # a capture that fails in other people's kernels can take the process with it
-        here = part == "peers" and (name == OPEN_CLIP or not case.graph) and (size == 1 or peer.several)
-        if here or (part == "everyday" and size > 1 and name.startswith(OPEN_CLIP)):
-            loss, reason = peer.loaded(several=size > 1, kind=ranks.kind)
-            yield Job(name, loss, size, "" if size > 1 else "local", reason)
+        here = part == "peers" and (name == OPEN_CLIP or not case.graph) and (size == 1 or "ranks" in places)
+        if here or (everyday and size > 1 and name.startswith(OPEN_CLIP)):
+            yield name, "" if size > 1 else "local", size, *loaded(name, several=size > 1, kind=ranks.kind)
 
 
 def inputs(case: Case, ranks: Ranks, n: int) -> tuple[list[Any], dict[str, Any]]:
@@ -220,17 +204,12 @@ def inputs(case: Case, ranks: Ranks, n: int) -> tuple[list[Any], dict[str, Any]]
 def called(case: Case, loss: Loss, given: list[Any], more: dict[str, Any]) -> Call:
     """What is timed."""
     leaves = [x for x in given if x.requires_grad]
-    if case.what == "forward":
-        return lambda: torch.no_grad()(loss)(*given, **more)
-    if case.what == "backward":
-        value = loss(*given, **more)
-        return lambda: torch.autograd.grad(value, leaves, retain_graph=True)
 
     def step() -> Any:
         value = loss(*given, **more)
         return value.detach(), torch.autograd.grad(value, leaves)
 
-    return Captured(step) if case.graph else step
+    return captured(step) if case.graph else step
 
 
 class Run:
@@ -239,7 +218,7 @@ class Run:
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.started, self.ranks = given, time.monotonic(), Ranks.join(given.device)
         slot = given.slot or (0.06 if given.part == ["everyday"] else 0.3)
-        self.slot, self.ceiling = slot, no_ceiling if given.part == ["everyday"] else Ceiling(self.ranks, slot)
+        self.slot, self.ceiling = slot, no_ceiling if given.part == ["everyday"] else ceiling(self.ranks, slot)
         environment = facts(self.ranks, given.commit)
         self.data: dict[str, Any] = {"environment": environment, "settings": {"slot": slot}, "verify": [], "times": []}
         if given.out and given.out.exists():
@@ -287,41 +266,37 @@ class Run:
         gc.collect()
         if self.ranks.kind == "cuda":
             torch.cuda.empty_cache()
-        several = [x for x in jobs(part, case, self.ranks, self.given.backends) if x.name not in self.given.without]
-        labels = {f"{job.name} {job.exchange} on {job.n}": job for job in several}
+        labels = {f"{job[0]} {job[1]} on {job[2]}": job for job in jobs(part, case, self.ranks, self.given.backends)}
+        labels = {label: job for label, job in labels.items() if job[0] not in self.given.without}
         calls, reasons = dict[str, Call](), dict[str, str]()
-        for label, job in labels.items():
-            reason = job.reason
+        for label, (_, _, n, loss, reason) in labels.items():
             try:
-                if job.loss is not None:
-                    calls[label] = called(case, job.loss, *inputs(case, self.ranks, job.n))
+                if loss is not None:
+                    calls[label] = called(case, loss, *inputs(case, self.ranks, n))
             except Exception as error:  # a peer that does not take the size
                 reason = one_line(error)[:200]
             reasons[label] = self.ranks.failed(reason)
         calls = {label: call for label, call in calls.items() if not reasons[label]}
         found, failed = paired(self.ranks, calls, self.ceiling, self.slot, self.given.rounds, self.given.patience)
-        for label, job in labels.items():
-            reason = reasons[label] or failed.get(label, "")
-            row: Row = {"part": part, "row": case.label, "name": job.name, "exchange": job.exchange, "n": job.n}
-            rows, what = case.rows(job.n), {"scale": case.scale, "what": case.what, "graph": case.graph}
-            row |= {"loss": case.loss, "dtype": case.dtype, "rows": rows, "d": case.d, **case.settings, **what}
-            row |= {"b": rows if part == "everyday" else rows * job.n, "each": case.each}
+        for label, (name, exchange, n, _, _) in labels.items():
+            reason, rows = reasons[label] or failed.get(label, ""), case.rows(n)
+            row: Row = {"part": part, "row": case.label, "name": name, "exchange": exchange, "n": n}
+            row |= {"loss": case.loss, "dtype": case.dtype, "rows": rows, "d": case.d, **case.settings}
+            row |= {"scale": case.scale, "what": "both", "graph": case.graph, "each": case.each}
+            row["b"] = rows if part == "everyday" else rows * n
             if reason:
                 yield row | {"status": "skip", "reason": reason}
                 continue
             samples = found[label]
             row |= {"status": "measured", "milliseconds": samples.milliseconds, "calls": samples.calls}
-            row |= {"host_ms": statistics.median(samples.host), "first_seconds": samples.first_seconds}
+            row["first_seconds"] = samples.first_seconds
             if part != "everyday":
-                flops, tops = case.flops(job.n), samples.ceiling
+                flops, tops = case.flops(n), samples.ceiling
                 shares = [flops / t * 1e-9 / top for t, top in zip(samples.milliseconds, tops, strict=True)]
                 row |= {"ceiling_tflops": tops, "fraction": shares}
                 if not case.graph:
                     row["peak_bytes"] = int(max(self.ranks.share(peak_extra(calls[label], "torch", self.ranks.kind))))
             yield row
-        for call in calls.values():
-            if isinstance(call, Captured):
-                call.release()
 
     def keep(self, rows: list[Row]) -> None:
         """Print rows, put them in place of those of the same key, and write the file; a skip replaces nothing."""

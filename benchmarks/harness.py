@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from contrastile.backends.registry import installed_version
-from contrastile.bench.sweep import in_turns, matmul
+from contrastile.bench.sweep import in_turns, matmul, seconds
 from contrastile.environment import measurement_environment
 from contrastile.reporting import one_line
 
@@ -125,106 +124,58 @@ class Samples:
     """One call's samples.
 
     Attributes:
-        milliseconds: of one call on the slowest rank, a mean over each sample's calls.
-        host: milliseconds until the slowest rank's host had queued one call.
         calls: how many calls each sample holds.
-        ceiling: TFLOP/s of the ceiling product: the mean over the ranks, and over the samples just before and after.
         first_seconds: of the first call, with all that it compiles.
+        milliseconds: of one call on the slowest rank, a mean over each sample's calls.
+        ceiling: TFLOP/s of the ceiling product: the mean over the ranks, and over the samples just before and after.
     """
 
     calls: int
     first_seconds: float
     milliseconds: list[float] = field(default_factory=list)
-    host: list[float] = field(default_factory=list)
     ceiling: list[float] = field(default_factory=list)
 
 
-def own_time(ranks: Ranks, call: Call, count: int) -> tuple[float, float]:
-    """Milliseconds that ``count`` calls take on this rank, and its host; the device is idle before."""
+def elapsed(ranks: Ranks, call: Call, count: int) -> float:
+    """Seconds that ``count`` calls take on the slowest rank; all begin together, with idle devices."""
     ranks.together()
-    start = time.perf_counter()
-    if ranks.kind != "cuda":
-        for _ in range(count):
+    return float(max(ranks.share(seconds(call, ranks.kind, count))))
+
+
+def captured(call: Call) -> Call:
+    """The call in a CUDA graph, which holds no result: while it lives, no communicator that it uses can end."""
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
             call()
-        whole = 1e3 * (time.perf_counter() - start)
-        return whole, whole
-    event: Any = torch.cuda.Event
-    begin, end = (event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(count):
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
         call()
-    host = 1e3 * (time.perf_counter() - start)
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)), host
+    return graph.replay
 
 
-def elapsed(ranks: Ranks, call: Call, count: int) -> tuple[float, float]:
-    """The slowest rank's ``own_time``."""
-    whole, host = zip(*ranks.share(own_time(ranks, call, count)), strict=True)
-    return max(whole), max(host)
+def ceiling(ranks: Ranks, slot: float) -> Callable[[], float]:
+    """The yardstick: a square product by the vendor's library on all ranks at once, 8192^3 bfloat16 on a GPU.
 
+    Each reading takes about a slot, and is the mean of the ranks' TFLOP/s.
+    """
+    side, dtype = SIDE[ranks.kind], "bfloat16" if ranks.kind == "cuda" else "float32"
+    product = matmul(side, dtype, str(ranks.device))
+    product()
+    count = max(1, math.ceil(slot / max(elapsed(ranks, product, 4) / 4, 1e-6)))
 
-class Captured:
-    """A call in a CUDA graph: captured the first time, replayed since. What it returns is the same memory each time."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.graph: Any = None
-        self.found: Any = None
-
-    def __call__(self) -> Any:
-        """Replay it."""
-        if self.graph is None:
-            side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(3):
-                    self.call()
-            torch.cuda.current_stream().wait_stream(side)
-            with torch.cuda.graph(graph):
-                self.found = self.call()
-            self.graph = graph
-        self.graph.replay()
-        return self.found
-
-    def release(self) -> None:
-        """Give the graph back: a communicator cannot end while one has its messages."""
-        self.graph = self.found = None
-
-
-class Ceiling:
-    """The yardstick: a square product by the vendor's library on all ranks at once, 8192^3 bfloat16 on a GPU."""
-
-    def __init__(self, ranks: Ranks, slot: float) -> None:
-        side, dtype = SIDE[ranks.kind], "bfloat16" if ranks.kind == "cuda" else "float32"
-        self.ranks, self.call, self.flops = ranks, matmul(side, dtype, str(ranks.device)), 2 * side**3
-        self.call()
-        self.count = max(1, math.ceil(1e3 * slot / max(elapsed(ranks, self.call, 4)[0] / 4, 1e-3)))
-
-    def __call__(self) -> float:
-        """TFLOP/s over about a slot, the mean over the ranks."""
-        rates = self.ranks.share(self.flops * self.count / own_time(self.ranks, self.call, self.count)[0] * 1e-9)
+    def rate() -> float:
+        ranks.together()
+        rates = ranks.share(2e-12 * side**3 * count / seconds(product, ranks.kind, count))
         return float(sum(rates) / len(rates))
+
+    return rate
 
 
 def no_ceiling() -> float:
     """The yardstick of calls that are compared with one another alone."""
     return math.nan
-
-
-def attempt(ranks: Ranks, call: Call) -> str:
-    """Make a call once on all ranks; the first reason why it failed on one, or ""."""
-    reason = ""
-    try:
-        call()
-        if ranks.kind == "cuda":
-            torch.cuda.synchronize()
-    except Exception as error:  # other people's code may raise anything; memory runs out on all ranks alike
-        reason = one_line(error)[:200]
-    if reason and ranks.kind == "cuda":
-        torch.cuda.empty_cache()
-    return ranks.failed(reason)
 
 
 def paired(
@@ -245,10 +196,15 @@ def paired(
     """
     found, reasons = dict[str, Samples](), dict[str, str]()
     for name, call in calls.items():
-        start = time.perf_counter()
-        reason = attempt(ranks, call)
-        first = time.perf_counter() - start
-        one = math.inf if reason else elapsed(ranks, call, 1)[0] / 1e3
+        reason, first = "", 0.0
+        try:
+            first = seconds(call, ranks.kind)
+        except Exception as error:  # other people's code may raise anything; memory runs out on all ranks alike
+            reason = one_line(error)[:200]
+            if ranks.kind == "cuda":
+                torch.cuda.empty_cache()
+        reason = ranks.failed(reason)
+        one = math.inf if reason else elapsed(ranks, call, 1)
         if not reason and one > patience:
             reason = f"one call takes {one:.3g} s, over the {patience:g} s that it may take"
         if reason:
@@ -256,15 +212,13 @@ def paired(
             continue
         if one < slot:
             # an eager call is replayed from a graph after a few
-            one = min(elapsed(ranks, call, 2)[0] / 2e3 for _ in range(2))
+            one = min(elapsed(ranks, call, 2) / 2 for _ in range(2))
         found[name] = Samples(max(1, math.ceil(slot / max(one, 1e-6))), first)
     timed = {name: partial(elapsed, ranks, calls[name], samples.calls) for name, samples in found.items()}
     for samples_of_round in in_turns(timed, yardstick, rounds) if timed else ():
-        for name, (whole, host), ceiling in samples_of_round:
-            samples = found[name]
-            samples.milliseconds.append(whole / samples.calls)
-            samples.host.append(host / samples.calls)
-            samples.ceiling.append(ceiling)
+        for name, taken, rate in samples_of_round:
+            found[name].milliseconds.append(1e3 * taken / found[name].calls)
+            found[name].ceiling.append(rate)
     return found, reasons
 
 
@@ -275,38 +229,20 @@ _FIXED = ("driver_version", "power.limit", "clocks.max.sm", "memory.total")
 def facts(ranks: Ranks, commit: str | None, packages: Iterable[str] = ()) -> dict[str, Any]:
     """What the numbers were measured on: machine, versions, and the commit (as given where there is no checkout)."""
     found = measurement_environment(ranks.kind)
-    found["commit"] = commit or found["commit"]
     found |= {name: installed_version(name) for name in (*PACKAGES, *packages)}
-    found["ranks"] = ranks.size
+    found |= {"commit": commit or found["commit"], "ranks": ranks.size}
     if ranks.kind == "cuda":
-        found["memory_bytes"] = torch.cuda.get_device_properties(ranks.device).total_memory
-        query = ["-i", "0", f"--query-gpu={','.join(_FIXED)}", "--format=csv,noheader"]
-        found |= dict(zip(_FIXED, (x.strip() for x in _nvidia_smi(*query).split(",")), strict=False))
-    if ranks.kind == "cuda" and ranks.size > 1:
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["topology"] = _nvidia_smi("topo", "-m")
-        found["environment"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "TORCH_NCCL_"))}
+    if ranks.kind == "cuda" and shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(_FIXED)}", "--format=csv,noheader"]
+        said = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout
+        found |= dict(zip(_FIXED, map(str.strip, said.split(",")), strict=False))
     return found
 
 
-def _nvidia_smi(*arguments: str) -> str:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=60, check=False)
-    return "" if done.returncode else done.stdout
-
-
 def write(path: Path | None, data: dict[str, Any]) -> None:
-    """JSON with one row a line, so that changes can be read; floats keep six digits, and what JSON lacks is null."""
-    if path is None:
-        return
-    plain = json.loads(
-        json.dumps(data), parse_float=lambda x: float(f"{float(x):.6g}"), parse_constant=lambda name: None
-    )
-    lines = []
-    for name, value in plain.items():
-        rows = ",\n".join(f"  {json.dumps(row)}" for row in value) if isinstance(value, list) else ""
-        lines.append(f" {json.dumps(name)}: " + (f"[\n{rows}\n ]" if rows else json.dumps(value)))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    """JSON with one row a line, so that changes can be read; floats keep six digits."""
+    if path is not None:
+        rounded = json.loads(json.dumps(data, allow_nan=False), parse_float=lambda x: float(f"{float(x):.6g}"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rounded).replace("}, {", "},\n{") + "\n", encoding="utf-8")

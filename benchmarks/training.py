@@ -2,8 +2,7 @@
 
 Everybody trains the same encoder on the same random tokens, encodes under the encoder's own autocast, computes InfoNCE
 from queries to keys under the same autocast, and takes the same AdamW step. sentence-transformers and GradCache are
-optional: who cannot be imported, or fails, is recorded with the reason. ``--out`` is the JSON that it writes after
-every measurement.
+optional: who cannot be imported, or fails, is recorded with the reason.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ import importlib
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +22,13 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
-from harness import Ranks, elapsed, facts, no_ceiling, write  # noqa: E402
-from peers.timed import plain_info_nce  # noqa: E402
+from harness import Ranks, facts, write  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import contrastile  # noqa: E402
 from contrastile import training  # noqa: E402
-from contrastile.bench.sweep import in_turns  # noqa: E402
+from contrastile.bench.plain import info_nce  # noqa: E402
+from contrastile.bench.sweep import seconds  # noqa: E402
 from contrastile.reporting import one_line  # noqa: E402
 
 PACKAGES = ("transformers", "sentence-transformers", "gradcache")
@@ -131,7 +128,7 @@ def grad_cache(encoder: Encoder) -> Step:
 
     def loss(query: Tensor, key: Tensor) -> Tensor:
         with encoder.cast():
-            found: Tensor = plain_info_nce(query, key, SCALE)
+            found: Tensor = info_nce(query, key, SCALE)
         return found
 
     return lambda inputs, chunk: package.GradCache([encoder, encoder], chunk, loss)(*inputs)
@@ -143,7 +140,7 @@ def plain(encoder: Encoder) -> Step:
     def step(inputs: Inputs, chunk: int) -> Tensor:
         features = [encoder(ids) for ids in inputs]
         with encoder.cast():
-            loss = plain_info_nce(features[0], features[1], SCALE)
+            loss = info_nce(features[0], features[1], SCALE)
         loss.backward()
         return loss.detach()
 
@@ -163,27 +160,21 @@ class Run:
     """One machine's measurements; ``data`` is the record."""
 
     def __init__(self, given: argparse.Namespace) -> None:
-        self.given, self.started, self.ranks = given, time.monotonic(), Ranks.join(given.device)
+        self.given, self.ranks = given, Ranks.join(given.device)
         self.encoder = Encoder(tiny=given.smoke).to(self.ranks.device)
         # a rate of 0 is the same work, and leaves everybody the same weights
         self.optimiser = torch.optim.AdamW(self.encoder.parameters(), lr=0.0)
         shape, generator = (2, given.batch, given.tokens), torch.Generator().manual_seed(1)
         self.ids = torch.randint(FIRST_WORD, VOCABULARY, shape, generator=generator).to(self.ranks.device)
-        names = ("batch", "tokens", "chunks", "plain", "rounds", "seconds", "smoke")
-        settings = {name: getattr(given, name) for name in names} | {"scale": SCALE, "autocast": "bfloat16"}
+        settings = {name: value for name, value in vars(given).items() if name not in ("out", "commit", "device")}
+        settings |= {"scale": SCALE, "autocast": "bfloat16"}
         environment = facts(self.ranks, given.commit, PACKAGES)
         self.data: dict[str, Any] = {"environment": environment, "settings": settings, **{part: [] for part in PARTS}}
 
-    def left(self) -> float:
-        """Seconds of the budget that are left."""
-        return float(self.given.seconds) - (time.monotonic() - self.started)
-
     def keep(self, part: str, row: Row) -> None:
-        """Print a row, add it in place of one of the same name where there are steps, and write the file."""
-        words = (f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
-        print(f"{part}: {', '.join(words)}", flush=True)
-        rows = [x for x in self.data[part] if part != "steps" or x["name"] != row["name"]]
-        self.data[part] = [*rows, row]
+        """Print a row, add it, and write the file."""
+        print(f"{part}: {row}", flush=True)
+        self.data[part].append(row)
         write(self.given.out, self.data)
 
     def once(self, step: Step, b: int, chunk: int) -> Row:
@@ -200,7 +191,7 @@ class Run:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         try:
-            row |= {"status": "measured", "s": elapsed(self.ranks, call, 1)[0] / 1e3, "loss": losses[0].item()}
+            row |= {"status": "measured", "s": seconds(call, self.ranks.kind), "loss": losses[0].item()}
             return row | {"peak_bytes": torch.cuda.max_memory_allocated() if cuda else None}
         except Exception as error:  # other people's code may raise anything
             row |= {"status": "skip", "reason": one_line(error)[:200]}
@@ -219,12 +210,12 @@ class Run:
             with self.encoder.cast():
                 return torch.autograd.grad(contrastile.info_nce(leaves[0], leaves[1], SCALE), leaves)
 
-        seconds = [elapsed(self.ranks, call, 1)[0] / 1e3 for _ in range(8)]
         # the first ones compile, and are captured in a graph
-        self.keep("loss", {"b": b, "d": self.encoder.width, "s": statistics.median(seconds[3:])})
+        taken = [seconds(call, self.ranks.kind) for _ in range(8)][3:]
+        self.keep("loss", {"b": b, "d": self.encoder.width, "s": statistics.median(taken)})
 
-    def best_chunk(self, name: str, step: Step) -> int:
-        """The smallest chunk within 2 % of the fastest, at an eighth of the batch; 0 where all fail."""
+    def best_chunk(self, name: str, step: Step) -> Row:
+        """The step of the smallest chunk within 2 % of the fastest, at an eighth of the batch; or a skip."""
         chunks = self.given.chunks
         b = max(self.given.batch // 8, max(chunks))
         self.once(step, b, max(chunks))  # compiles, loads, allocates
@@ -232,51 +223,42 @@ class Run:
         for row in rows:
             self.keep("chunks", {"name": name, **row})
         good = [row for row in rows if row["status"] == "measured"]
-        if not good:
-            self.keep("steps", {"name": name, **rows[0]})
         fastest = min((row["s"] for row in good), default=0.0)
-        return min((row["chunk"] for row in good if row["s"] <= 1.02 * fastest), default=0)
-
-    def again(self, name: str, step: Step, chunk: int) -> None:
-        """One more optimizer step of the whole batch, where there is time for it."""
-        old: Row | None = next((x for x in self.data["steps"] if x["name"] == name), None)
-        if old and (old["status"] == "skip" or self.left() < old["s"]):
-            return
-        row = self.once(step, self.given.batch, chunk)
-        if row["status"] == "measured":
-            samples = [*(old["samples"] if old else []), row["s"]]
-            middle = statistics.median(samples)
-            row |= {"s": middle, "pairs_per_second": row["b"] / middle, "samples": samples}
-        elif old:
-            row = {**old, "then": row["reason"]}
-        self.keep("steps", {"name": name, **row})
+        return next((row for row in good if row["s"] <= 1.02 * fastest), rows[0])
 
     def all(self) -> None:
-        """Everything, the most valuable first; competitors take turns."""
+        """Everything; competitors take turns."""
         batch, smallest = self.given.batch, min(self.given.chunks)
         self.loss_alone(batch)
-        steps: dict[str, Any] = {}
+        steps, rows = dict[str, Step](), dict[str, Row]()
         for name, make in CACHES.items():
             try:
-                step = make(self.encoder)
+                steps[name] = make(self.encoder)
+                rows[name] = self.best_chunk(name, steps[name])
             except Exception as error:  # other people's modules may raise anything on import
-                self.keep("steps", {"name": name, "status": "skip", "reason": one_line(error)[:200]})
-                continue
-            if chunk := self.best_chunk(name, step):
-                steps[name] = partial(self.again, name, step, chunk)
-        for _ in in_turns(steps, no_ceiling, self.given.rounds) if steps else ():
-            pass
-        # ours over the batch, all in chunks of one size
-        b = batch
-        while b >= smallest and self.left() > 0:
-            self.keep("memory", self.once(ours(self.encoder), b, smallest))
-            b //= 4
+                rows[name] = {"status": "skip", "reason": one_line(error)[:200]}
+        samples: dict[str, list[float]] = {name: [] for name, row in rows.items() if row["status"] == "measured"}
+        for _ in range(self.given.rounds):
+            for name, taken in samples.items():
+                row = self.once(steps[name], batch, rows[name]["chunk"])
+                if row["status"] == "measured":
+                    taken.append(row["s"])
+                    middle = statistics.median(taken)
+                    row |= {"s": middle, "pairs_per_second": batch / middle, "samples": taken}
+                if row["status"] == "measured" or not taken:
+                    rows[name] = row
         # without a cache, at the largest size that fits
         b, step = min(self.given.plain, batch), plain(self.encoder)
         while self.once(step, b, b)["status"] == "skip" and b > 1:
             b //= 2
         row = self.once(step, b, b)
-        self.keep("steps", {"name": PLAIN, **row, "pairs_per_second": b / row.get("s", math.inf)})
+        rows[PLAIN] = row | {"pairs_per_second": b / row.get("s", math.inf)}
+        for name, row in rows.items():
+            self.keep("steps", {"name": name, **row})
+        # ours over the batch, all in chunks of one size
+        while batch >= smallest:
+            self.keep("memory", self.once(ours(self.encoder), batch, smallest))
+            batch //= 4
 
 
 def main() -> int:
@@ -288,7 +270,6 @@ def main() -> int:
     add("--chunks", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="of which each takes its best")
     add("--plain", type=int, default=8192, help="pairs without a cache, or half as many, ... (%(default)s)")
     add("--rounds", type=int, default=3, help="optimizer steps of each (%(default)s)")
-    add("--seconds", type=float, default=300, help="begin no step after this long (%(default)s)")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--smoke", action="store_true", help="a tiny encoder, 64 pairs, chunks of 8 and 16: the numbers mean nothing")
     add("--commit", help="what is measured, where there is no checkout")

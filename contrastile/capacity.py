@@ -18,7 +18,7 @@ from contrastile.backends.arrays import FLOATS, ITEMSIZE
 from contrastile.backends.choice import RANKS, SOFTMAX, choose
 from contrastile.backends.contract import Backend, BackendUnavailableError, Footprint, Options, state_dtype
 from contrastile.backends.registry import load
-from contrastile.reporting import CannotRunError, at_least, at_most, cannot_run, colored, plain_table, write_json
+from contrastile.reporting import CannotRunError, cannot_run, colored, plain_table, within, write_json
 from contrastile.schedules.placement import Shards, choose_exchange
 from contrastile.schedules.problem import BLOCK
 
@@ -164,8 +164,11 @@ def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...
     n = b * g if exchange == "gather" else b
     taken = _footprint(setup, backend, b, n)
     numbers = Item("log-sum-exps", _NUMBERS * (b + n), "and weights and targets")
-    kept = _kept(setup, backend, b, n) if exchange != "ring" else []
-    alive: list[Item] = [*kept]
+    kept: list[Item] = []
+    if backend.keeps is not None and exchange != "ring":
+        most = backend.keeps(b, n, dtype, setup.device, Options(precision=backend.auto_precision))
+        kept += [Item("kept exponentials", most, "see keep=")] if most else []
+    alive = [*kept]
     arriving: list[Item] = []
     if exchange == "ring":
         alive += [
@@ -202,14 +205,6 @@ def _footprint(setup: Setup, backend: Backend, m: int, n: int) -> Footprint:
         raise CannotRunError(f"the {backend.name} backend does not say what memory it takes; name another one")
     options = Options(precision=backend.auto_precision)
     return backend.footprint(m, n, setup.dim, setup.dtype, setup.device, options)
-
-
-def _kept(setup: Setup, backend: Backend, m: int, n: int) -> list[Item]:
-    """What the forward pass of m rows and n columns leaves to the backward; nothing where it keeps nothing."""
-    if backend.keeps is None:
-        return []
-    most = backend.keeps(m, n, setup.dtype, setup.device, Options(precision=backend.auto_precision))
-    return [Item("kept exponentials", most, "see keep=")] if most else []
 
 
 def offloaded_items(setup: Setup, backend: Backend, block: int = BLOCK) -> tuple[Item, ...]:
@@ -303,10 +298,8 @@ def main(args: argparse.Namespace) -> int:
     """
     try:
         for option, (least, most) in _RANGES.items():
-            given = getattr(args, option)
-            if given is not None:
-                at_least(option.replace("_", "-"), given, least)
-                at_most(option.replace("_", "-"), given, most)
+            if (given := getattr(args, option)) is not None:
+                within(option.replace("_", "-"), given, least, most)
         memory = _memory(args.device) if args.memory_gib is None else args.memory_gib
         names = ("batch", "dim", "gpus", "dtype", "encoder_mib_per_sample", "model_gib", "backend", "device")
         setup = Setup(memory_gib=memory, **{name: getattr(args, name) for name in names})

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from contrastile import __version__
 from contrastile.backends import settings
+from contrastile.reporting import CannotRunError, cannot_run
 
 COMMANDS = {
     "verify": ("contrastile.verify.command", "compare every backend with the float64 oracle, within derived bounds"),
@@ -63,8 +64,7 @@ def _run(words: list[str]) -> int:
             try:
                 chosen = importlib.import_module(module)
             except ImportError as error:
-                print(f"contrastile {name}: {error}", file=sys.stderr)
-                return 2
+                return cannot_run(name, error)
             chosen.add_arguments(command)
             command.set_defaults(run=chosen.main, words=words)
     args = parser.parse_args(words)
@@ -74,9 +74,11 @@ def _run(words: list[str]) -> int:
     try:
         settings.check()
     except ValueError as error:
-        print(f"contrastile {args.command}: {error}", file=sys.stderr)
-        return 2
-    code = int(args.run(args))
+        return cannot_run(args.command, error)
+    try:
+        code = int(args.run(args))
+    except CannotRunError as error:
+        return cannot_run(args.command, error)
     # flush here: at exit nothing catches the error of a closed pipe
     sys.stdout.flush()
     return code

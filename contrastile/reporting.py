@@ -38,23 +38,19 @@ def cannot_run(command: str, reason: object) -> int:
     return COULD_NOT_RUN
 
 
-def at_least(option: str, given: float, least: float) -> None:
-    """Raise CannotRunError where an option is below its smallest value, or no finite number."""
+def within(option: str, given: float, least: float, most: float = math.inf) -> None:
+    """Raise CannotRunError where an option is not between its smallest and its largest value, or no finite number."""
+
+    def said(x: float) -> str:
+        # an int may be too large for a float
+        return f"{x:g}" if isinstance(x, float) else str(x)
+
     if isinstance(given, float) and not math.isfinite(given):
         raise CannotRunError(f"--{option} must be finite, got {given:g}")
     if given < least:
-        raise CannotRunError(f"--{option} must be at least {least}, got {_number(given)}")
-
-
-def at_most(option: str, given: float, most: float) -> None:
-    """Raise CannotRunError where an option is above its largest value."""
+        raise CannotRunError(f"--{option} must be at least {least}, got {said(given)}")
     if given > most:
-        raise CannotRunError(f"--{option} must be at most {_number(most)}, got {_number(given)}")
-
-
-def _number(x: float) -> str:
-    # an int may be too large for a float
-    return f"{x:g}" if isinstance(x, float) else str(x)
+        raise CannotRunError(f"--{option} must be at most {said(most)}, got {said(given)}")
 
 
 def ending(code: int) -> str:

@@ -11,25 +11,31 @@ docs/tutorials/examples.md shows what comes out.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
+import itertools
 import math
 import re
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from shared import embed, options, recall, train
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
+import contrastile
 from contrastile import training
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 from make_wordnet_pairs import FILES, QUOTED, model_folder
 
 QUERY_TOKENS, GLOSS_TOKENS = 16, 32  # longer texts are cut: 1 query in 100, 3 glosses in 100
+LARGEST_SCALE = 100.0  # of the logits, as in CLIP
+REPORTS = 16
 
 
 def read_pairs(folder: Path) -> tuple[list[tuple[str, int]], list[str]]:
@@ -49,17 +55,6 @@ def read_pairs(folder: Path) -> tuple[list[tuple[str, int]], list[str]]:
     return pairs, list(glosses)
 
 
-def held_out(glosses: list[str], count: int) -> set[int]:
-    """Numbers of the glosses that are not trained on: the same ones whatever else is asked for."""
-    return set(sorted(range(len(glosses)), key=lambda i: hashlib.sha256(glosses[i].encode()).digest())[:count])
-
-
-def tokens(texts: list[str], length: int, tokenizer: Any) -> Tensor:
-    """Token ids, padded with 0: (len(texts), length) int32."""
-    found = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
-    return found["input_ids"].int()
-
-
 class MiniLM(nn.Module):
     """BERT, the mean over the tokens, unit length."""
 
@@ -76,46 +71,116 @@ class MiniLM(nn.Module):
 
 
 class WordNet:
-    """Query -> gloss: a task of ``shared.train``."""
+    """Queries and glosses as token ids. Some glosses are held out, with all their pairs."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        folder = Path(options.model) if options.model else model_folder()
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.stream = lambda x: training.stream(x, training.Budget(options.chunk), options.device)
-        pairs, glosses = read_pairs(Path(options.wordnet))
-        self.glosses = tokens(glosses, GLOSS_TOKENS, tokenizer)
-        self.queries = tokens([query for query, _ in pairs], QUERY_TOKENS, tokenizer)
+    def __init__(self, folder: Path, tokenizer: Any, count: int) -> None:
+        pairs, glosses = read_pairs(folder)
+
+        def tokens(texts: list[str], length: int) -> Tensor:
+            how = {"padding": "max_length", "truncation": True, "max_length": length, "return_tensors": "pt"}
+            ids: Tensor = tokenizer(texts, **how)["input_ids"]
+            return ids.int()
+
+        self.glosses = tokens(glosses, GLOSS_TOKENS)
+        self.queries = tokens([query for query, _ in pairs], QUERY_TOKENS)
         self.gloss_of = torch.tensor([gloss for _, gloss in pairs])
-        out = held_out(glosses, options.held_out)
-        is_out = torch.tensor([gloss in out for _, gloss in pairs])
-        self.training, self.testing = (~is_out).nonzero()[:, 0], is_out.nonzero()[:, 0]
-        self.pairs = len(self.training)
-        self.model = MiniLM(folder).to(options.device)
-        self.encode = self.model, self.model
+        # the same glosses whatever else is asked for
+        order = sorted(range(len(glosses)), key=lambda i: hashlib.sha256(glosses[i].encode()).digest())
+        held_out = torch.isin(self.gloss_of, torch.tensor(order[:count]))
+        self.training, self.testing = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
 
-    def batch(self, rows: Tensor) -> tuple[tuple[training.Stream, training.Stream], Tensor]:
-        """The pairs of one gloss have one id: they are no negatives of each other."""
-        rows = self.training[rows]
-        ids = self.gloss_of[rows]
-        return (self.stream(self.queries[rows]), self.stream(self.glosses[ids])), ids.to(self.model.log_scale.device)
+    def batches(self, size: int) -> Iterator[Tensor]:
+        """Training pairs of shuffled epochs laid end to end: batches of any size read them in the same order."""
+        shuffled = (torch.Generator().manual_seed(epoch) for epoch in itertools.count())
+        rows = (i for each in shuffled for i in torch.randperm(len(self.training), generator=each).tolist())
+        while True:
+            yield self.training[list(itertools.islice(rows, size))]
 
-    def evaluate(self) -> dict[str, float]:
-        """Recall of the held-out glosses, among themselves."""
-        numbers, own = torch.unique(self.gloss_of[self.testing], return_inverse=True)
-        queries = embed(self.model, self.stream(self.queries[self.testing]))
-        glosses = embed(self.model, self.stream(self.glosses[numbers]))
-        return recall(queries, glosses, own.to(queries.device))
+
+def step(model, data, rows, stream):
+    """Add the gradients of one batch; returns a dict of its loss and the seconds that went to the loss."""
+    ids = data.gloss_of[rows]
+    inputs = stream(data.queries[rows]), stream(data.glosses[ids])  # training.stream
+    device = model.log_scale.device
+    with autocast(device):  # bfloat16 on a GPU
+        return training.cached_step(
+            (model, model),
+            inputs,
+            functools.partial(contrastile.clip_loss, ids=ids.to(device)),
+            scale=model.log_scale.exp,
+            metrics=("loss_seconds",),
+        )
+
+
+def autocast(device: torch.device) -> Any:
+    """bfloat16 on a GPU, float32 on a CPU."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+@torch.no_grad()
+def evaluate(model: MiniLM, data: WordNet, stream: Any) -> dict[str, float]:
+    """Recall of the held-out glosses, among themselves, in eval mode."""
+    numbers, own = torch.unique(data.gloss_of[data.testing], return_inverse=True)
+    model.eval()
+    with autocast(model.log_scale.device):
+        queries, glosses = (
+            torch.cat([model(chunk).float() for chunk, _ in stream(ids)])
+            for ids in (data.queries[data.testing], data.glosses[numbers])
+        )
+    model.train()
+    return recall(queries, glosses, own.to(queries.device))
+
+
+def recall(query: Tensor, key: Tensor, own: Tensor) -> dict[str, float]:
+    """Share of queries whose own key, of row ``own``, is among the nearest 1 and 10; a tie counts against it."""
+    scores = query @ key.T
+    rank = (scores >= scores.gather(1, own[:, None])).sum(dim=1)
+    return {f"recall@{k}": (rank <= k).double().mean().item() for k in (1, 10)}
+
+
+def train(model: MiniLM, data: WordNet, stream: Any, given: argparse.Namespace) -> list[dict[str, float]]:
+    """Train on ``samples`` pairs, and print the loss and the recall now and then; returns what it printed."""
+    steps = max(1, given.samples // given.batch)
+    kinds = [[p for p in model.parameters() if (p.ndim > 1) == decays] for decays in (True, False)]
+    groups = [{"params": p, "weight_decay": decay} for p, decay in zip(kinds, (0.01, 0.0), strict=True)]
+    optimiser = torch.optim.AdamW(groups, lr=given.lr * math.sqrt(given.batch / 512))
+    # up for a tenth of the steps, then down to 0
+    rate = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda i: min((i + 1) / max(1, steps // 10), 1 - i / steps))
+    curve = [{"samples": 0, **evaluate(model, data, stream)}]
+    losses, seconds, start = [], 0.0, time.perf_counter()
+    for i, rows in zip(range(1, steps + 1), data.batches(given.batch), strict=False):
+        found = step(model, data, rows, stream)
+        optimiser.step()
+        optimiser.zero_grad()
+        rate.step()
+        with torch.no_grad():
+            model.log_scale.clamp_(max=math.log(LARGEST_SCALE))
+        losses.append(found["loss"])
+        seconds += float(found["loss_seconds"])
+        if i % max(1, steps // REPORTS) == 0 or i == steps:
+            point = {"samples": i * given.batch, "loss": torch.stack(losses).mean().item()}
+            point["loss's share of the time"] = seconds / (time.perf_counter() - start)
+            curve.append(point | evaluate(model, data, stream))
+            print(", ".join(f"{name} {value:,.4g}" for name, value in curve[-1].items()), flush=True)
+            losses, seconds, start = [], 0.0, time.perf_counter()
+    return curve
 
 
 def main() -> list[dict[str, float]]:
     """Train; see --help. A chunk is a number of tokens."""
-    given = options(
-        batch=4096, samples=2**21, lr=3e-5, chunk=65536, held_out=5000, wordnet="/usr/share/wordnet", model=""
-    )
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    defaults = {"batch": 4096, "samples": 2**21, "lr": 3e-5, "chunk": 65536, "held-out": 5000}
+    for name, value in (defaults | {"wordnet": "/usr/share/wordnet", "model": ""}).items():
+        parser.add_argument(f"--{name}", type=type(value), default=value, help=" ")
+    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu", help=" ")
+    given = parser.parse_args()
     if not Path(given.wordnet).is_dir():
         raise SystemExit(f"no dictionary in {given.wordnet}: apt-get install wordnet-base, or --wordnet FOLDER")
     torch.manual_seed(0)
-    return train(WordNet(given), given)
+    folder = Path(given.model) if given.model else model_folder()
+    data = WordNet(Path(given.wordnet), AutoTokenizer.from_pretrained(folder), given.held_out)
+    stream = functools.partial(training.stream, size=training.Budget(given.chunk), device=given.device)
+    return train(MiniLM(folder).to(given.device), data, stream, given)
 
 
 if __name__ == "__main__":

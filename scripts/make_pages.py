@@ -25,6 +25,7 @@ import home_chart  # noqa: E402
 import page_tables as tables  # noqa: E402
 from page_tables import Data, Row, escaped, table  # noqa: E402
 
+from contrastile.bench import report  # noqa: E402
 from contrastile.cli import COMMANDS  # noqa: E402
 from contrastile.verify import plots  # noqa: E402
 from contrastile.verify.growth import AXES  # noqa: E402
@@ -75,20 +76,8 @@ def cpu(results: Path) -> str:
         f"{facts['cpu']}, {facts['threads']} threads ({facts['cpu_capability']}), torch {facts['torch']}; "
         "float32, symmetric loss, forward and backward, scale 100."
     )
-    head = ["variant", "b", "d", "", "time, s", "of matmul", "x plain", "x aligned", "peak extra MiB"]
-
-    def ratio(x: float | None) -> str:
-        return "-" if x is None else f"{x:.3g}"
-
-    def cells(row: Row) -> list[str]:
-        seconds = row["seconds"]
-        size = [row["variant"], f"{row['batch']:,}", str(row["width"]), row["implementation"]]
-        time = f"{seconds['median']:.3g} ({seconds['lower']:.3g} to {seconds['upper']:.3g})"
-        memory = [f"{row['peak_extra_bytes'] / 2**20:,.0f}", ratio(row["memory_over_plain"])]
-        ratios = [ratio(row["time_over_plain"]), ratio(row["time_over_aligned"])]
-        return [*size, time, f"{row['share_of_matmul']:.0%}", *ratios, *memory, str(len(seconds["samples"]))]
-
-    return f"{about}\n\n{table([*head, 'memory x plain', 'rounds'], map(cells, rows), left=(0, 3))}"
+    lines = ([*report.cells(row), str(len(row["seconds"]["samples"]))] for row in rows)
+    return f"{about}\n\n{table([*report.COLUMNS, 'rounds'], lines, left=(0, 3))}"
 
 
 def _growth(results: Path) -> list[Row]:

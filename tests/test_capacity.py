@@ -17,7 +17,7 @@ from contrastile.backends import registry
 from contrastile.backends.contract import Backend, Options
 from contrastile.backends.cupy import configs
 from contrastile.backends.registry import load
-from contrastile.bench.memory import cuda_peak, torch_peak
+from contrastile.bench.memory import peak_extra, torch_peak
 from contrastile.capacity import Setup, loss_items, offloaded_items, total
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 
@@ -146,7 +146,7 @@ def test_the_loss_on_a_gpu(name: str) -> None:
         pair = features(b, d, getattr(torch, dtype), "cuda")
         step(pair, backend=name)
         setup = Setup(batch=b, dim=d, dtype=dtype)
-        measured = cuda_peak(lambda pair=pair: step(pair, backend=name))  # type: ignore[misc]
+        measured = peak_extra(lambda pair=pair: step(pair, backend=name), "torch", "cuda")  # type: ignore[misc]
         assert close(total(loss_items(setup, load(name), "local")), measured), (b, d, dtype)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from contrastile.bench.peers import plain_loss
+from contrastile.bench import plain
 from contrastile.verify.losses import Claims
 from contrastile.verify.losses.cases import BATCHES, MEMORY
 from peers import stubs
@@ -102,20 +102,20 @@ def contrastile_torch(rank: int = 0, world_size: int = 1) -> Loss:
 @peer("torch")
 def torch_float32(rank: int = 0, world_size: int = 1) -> Loss:
     """`cross_entropy` of all logits, float32."""
-    return plain_loss
+    return plain.clip
 
 
 @peer("torch", dtypes="bfloat16", state="bfloat16")
 def torch_bfloat16(rank: int = 0, world_size: int = 1) -> Loss:
     """`cross_entropy` of all logits, bfloat16."""
-    return plain_loss
+    return plain.clip
 
 
 @peer("torch", KERNEL, devices="cuda", precision="tf32")
 def torch_tf32(rank: int = 0, world_size: int = 1) -> Loss:
     """`cross_entropy` of all logits, tf32."""
     torch.backends.cuda.matmul.allow_tf32 = True
-    return plain_loss
+    return plain.clip
 
 
 def _open_clip(rank: int, world_size: int, **options: bool) -> Loss:

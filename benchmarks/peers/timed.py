@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from contrastile.bench.peers import plain_loss
+from contrastile.bench import plain
 from contrastile.reporting import one_line
 from peers import adapters
 
@@ -25,42 +25,13 @@ OPEN_CLIP = "open_clip formula"
 CHUNK = 4096
 
 
-def plain_info_nce(query: Any, key: Any, scale: Any) -> Any:
-    """One direction by the matrix of logits."""
-    return F.cross_entropy(scale * query @ key.T, torch.arange(len(query), device=query.device))
-
-
-def plain_sigmoid(image: Any, text: Any, scale: Any) -> Any:
-    """SigLIP's loss by the matrix of logits."""
-    logits = scale * image @ text.T - 10.0
-    signs = 2 * torch.eye(len(image), device=image.device, dtype=image.dtype) - 1
-    return -F.logsigmoid(signs * logits).sum() / len(image)
-
-
-def plain_nt_xent(first: Any, second: Any, scale: Any) -> Any:
-    """SimCLR's loss by the matrix of logits."""
-    views = torch.cat((first, second))
-    logits = (scale * views @ views.T).fill_diagonal_(-torch.inf)
-    b = len(first)
-    return F.cross_entropy(logits, torch.arange(2 * b, device=views.device).roll(b))
-
-
-def plain_sup_con(features: Any, labels: Any, scale: Any) -> Any:
-    """SupCon's L_out by the matrix of logits."""
-    logits = (scale * features @ features.T).fill_diagonal_(-torch.inf)
-    log_p = F.log_softmax(logits, dim=1)
-    same = (labels[:, None] == labels).fill_diagonal_(False)
-    count = same.sum(1)
-    return -(log_p.masked_fill(~same, 0).sum(1) / count.clamp(min=1)).sum() / (count > 0).sum()
-
-
 PLAINS: dict[str, Loss] = {
-    "clip_loss": plain_loss,
-    "clip_loss ids": plain_loss,
-    "info_nce": plain_info_nce,
-    "sigmoid_loss": plain_sigmoid,
-    "nt_xent": plain_nt_xent,
-    "sup_con": plain_sup_con,
+    "clip_loss": plain.clip,
+    "clip_loss ids": plain.clip,
+    "info_nce": plain.info_nce,
+    "sigmoid_loss": partial(plain.sigmoid, bias=-10.0),
+    "nt_xent": plain.nt_xent,
+    "sup_con": plain.sup_con,
 }
 
 
@@ -113,42 +84,28 @@ def _inf_cl(several: bool) -> Loss:
     return adapters.two_sided(lambda rows, weight, target: one(rows, weight))
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """One implementation of the symmetric loss.
-
-    Attributes:
-        load: gives the loss of one process (False) or of several (True); raises what the import raises.
-        package: name on PyPI of what must be installed, or "".
-        several: whether it knows several processes.
-        gpu: whether it needs a GPU.
-    """
-
-    load: Callable[[bool], Loss]
-    package: str = ""
-    several: bool = False
-    gpu: bool = True
-
-    def loaded(self, *, several: bool, kind: str) -> tuple[Loss | None, str]:
-        """The loss, or None and why it is not to be had."""
-        if self.gpu and kind != "cuda":
-            return None, "needs a GPU"
-        try:
-            return self.load(several), ""
-        except Exception as error:  # other people's modules may raise anything on import
-            remedy = f"; pip install {self.package}" if self.package and isinstance(error, ImportError) else ""
-            return None, one_line(error)[:200] + remedy
-
-
-TIMED = {
-    OPEN_CLIP: Timed(lambda several: _gathered(_local_loss) if several else plain_loss, several=True, gpu=False),
-    f"{OPEN_CLIP}, compiled": Timed(
-        lambda several: _gathered(compiled(_local_loss)) if several else compiled(plain_loss), several=True
+TIMED: dict[str, tuple[str, Callable[[bool], Loss]]] = {
+    OPEN_CLIP: ("cpu ranks", lambda several: _gathered(_local_loss) if several else plain.clip),
+    f"{OPEN_CLIP}, compiled": (
+        "ranks",
+        lambda several: _gathered(compiled(_local_loss)) if several else compiled(plain.clip),
     ),
-    "chunked PyTorch, compiled": Timed(lambda several: chunked_loss, gpu=False),
-    "liger-kernel x2": Timed(lambda several: adapters.liger(), "liger-kernel"),
-    "quack-kernels x2": Timed(lambda several: adapters.quack(), "quack-kernels"),
-    "cut-cross-entropy x2, exact": Timed(lambda several: adapters.cut_cross_entropy(), "cut-cross-entropy"),
-    "inf_cl x2": Timed(_inf_cl, "inf-cl", several=True),
+    "chunked PyTorch, compiled": ("cpu", lambda several: chunked_loss),
+    "liger-kernel x2": ("", lambda several: adapters.liger()),
+    "quack-kernels x2": ("", lambda several: adapters.quack()),
+    "cut-cross-entropy x2, exact": ("", lambda several: adapters.cut_cross_entropy()),
+    "inf_cl x2": ("ranks", _inf_cl),
 }
-"""From what everybody has to what must be installed."""
+"""Implementations of the symmetric loss: whether each runs on a "cpu" and knows "ranks", and its loss, given whether
+there are several ranks. From what everybody has to what must be installed."""
+
+
+def loaded(name: str, *, several: bool, kind: str) -> tuple[Loss | None, str]:
+    """The loss of a name of ``TIMED``, or None and why it is not to be had."""
+    places, load = TIMED[name]
+    if kind != "cuda" and "cpu" not in places:
+        return None, "needs a GPU"
+    try:
+        return load(several), ""
+    except Exception as error:  # other people's modules may raise anything on import
+        return None, one_line(error)[:200]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,15 @@ from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.registry import available, load
 from contrastile.backends.settings import KEEP, WORKSPACE
 from contrastile.bench import report, sweep
-from contrastile.bench.results import SweepSettings
+from contrastile.bench.sweep import SweepSettings
 from contrastile.bench.workloads import VARIANTS
 from contrastile.environment import torch_sees_a_gpu
 from contrastile.reporting import (
     CannotRunError,
-    cannot_run,
     progress,
     require_packages,
     why_not_writable,
+    within,
     write_json,
 )
 
@@ -30,17 +29,17 @@ USUAL: dict[str, Any] = {"batch": [4096, 8192], "width": [512], "repeat": 5}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add, count, mib = parser.add_argument, at_least(1), at_least(0)
+    add = parser.add_argument
     add("--backend", nargs="+", metavar="NAME", help="backends, or module:attribute (the fast ones that run here)")
-    add("--batch", nargs="+", type=count, metavar="B", help="numbers of pairs (4096 8192)")
-    add("--width", nargs="+", type=count, metavar="D", help="numbers of features (512)")
+    add("--batch", nargs="+", type=int, metavar="B", help="numbers of pairs (4096 8192)")
+    add("--width", nargs="+", type=int, metavar="D", help="numbers of features (512)")
     add("--variant", nargs="+", choices=VARIANTS, default=["aligned"], help="ragged: b-1, d-3; ids: false negatives")
     add("--dtype", choices=sorted(FLOATS), default="float32", help="of the features (%(default)s)")
     add("--scale", type=float, default=100.0, help="multiplies the dot products (%(default)s)")
-    add("--workspace", type=mib, metavar="MIB", help="for G, of triton and cupy (CONTRASTILE_WORKSPACE_MIB)")
-    add("--keep", type=mib, metavar="MIB", help="of exponentials kept, of cupy and torch (CONTRASTILE_KEEP_MIB)")
-    add("--repeat", type=count, metavar="N", help="rounds; each times every implementation once (5)")
-    add("--threads", type=count, metavar="N", help="threads of torch (its own choice)")
+    add("--workspace", type=int, metavar="MIB", help="for G, of triton and cupy (CONTRASTILE_WORKSPACE_MIB)")
+    add("--keep", type=int, metavar="MIB", help="of exponentials kept, of cupy and torch (CONTRASTILE_KEEP_MIB)")
+    add("--repeat", type=int, metavar="N", help="rounds; each times every implementation once (5)")
+    add("--threads", type=int, metavar="N", help="threads of torch (its own choice)")
     add(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to measure (the GPU if torch sees one)"
     )
@@ -52,32 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE.png", help="draw time and memory against the batch")
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """An integer of at least this, for argparse."""
-
-    def integer(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-        return value
-
-    return integer
-
-
 def main(args: argparse.Namespace) -> int:
     """Run ``contrastile bench``.
 
     Returns:
         0 when something was measured and nothing disagreed, 1 when an implementation disagreed with the oracle, 2 when
-        nothing could be measured, a file could not be written, or the sweep was interrupted.
+        nothing could be measured.
+
+    Raises:
+        CannotRunError: an option is wrong, a file cannot be written, or the sweep was interrupted.
     """
-    try:
-        return _run(args)
-    except CannotRunError as error:
-        return cannot_run("bench", error)
-
-
-def _run(args: argparse.Namespace) -> int:
+    for name, least in {"batch": 1, "width": 1, "repeat": 1, "threads": 1, "workspace": 0, "keep": 0}.items():
+        given = getattr(args, name)
+        for each in given if isinstance(given, list) else [least if given is None else given]:
+            within(name, each, least)
     reason = why_not_writable(args.json, args.plot)
     if reason is not None:
         raise CannotRunError(reason)

@@ -5,21 +5,33 @@ Measured, never estimated:
 * torch on the CPU: the profiler's record of every allocation and release that goes through torch's CPU allocator on
   the calling thread, those made inside C++ during backward included, replayed to a running peak. Exact to the byte.
   Workspace that BLAS or oneDNN takes for itself is not counted.
-* torch on CUDA: the caching allocator's own high-water mark of allocated (not reserved) bytes. Small losses are
-  launched for it: what a replayed CUDA graph uses was allocated when it was captured.
-* NumPy: ``tracemalloc``, to which NumPy reports its buffers. Python's own objects count too; BLAS workspace does not.
+* elsewhere the meters of ``contrastile.verify``: the high-water mark of the bytes requested from torch's CUDA caching
+  allocator, or from CuPy's; for NumPy ``tracemalloc``, which counts Python's own objects too, and no BLAS workspace.
+  Small losses are launched for it: what a replayed CUDA graph uses was allocated when it was captured.
+
+``python -m contrastile.bench.memory`` is a process of its own that measures one implementation at one size: no earlier
+measurement affects it, and running out of memory ends no other.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import os
-from collections.abc import Callable, Iterable
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from contrastile.verify.peak import numpy_meter
+from contrastile.backends.replay import SETTING
+from contrastile.bench.peers import named, use_threads
+from contrastile.bench.workloads import Workload, arguments, features
+from contrastile.reporting import ending
+from contrastile.verify.peak import meter
+
+WARM_ROWS = 64
 
 
 def peak_extra(call: Callable[[], Any], library: str, device: str) -> int:
@@ -27,34 +39,23 @@ def peak_extra(call: Callable[[], Any], library: str, device: str) -> int:
 
     Args:
         call: what to run, once.
-        library: "numpy" or "torch": whose allocations count.
+        library: "numpy", "torch" or "cupy": whose allocations count.
         device: "cpu" or "cuda".
     """
-    if library == "numpy":
-        return numpy_peak(call)
-    return cuda_peak(call) if device == "cuda" else torch_peak(call)
+    if (library, device) == ("torch", "cpu"):
+        return torch_peak(call)
+    found = [0]
+    gc.collect()
+    # no step comes from CUDA graphs
+    with mock.patch.dict(os.environ, {SETTING: "0"}), meter(library, device)(found):
+        # until the meter stops: results count
+        kept = call()
+    del kept
+    return found[0]
 
 
 def torch_peak(call: Callable[[], Any]) -> int:
     """Peak extra bytes of torch's CPU allocator during one call, exact."""
-    return replay(size for _, size in sorted(_events(call), key=lambda event: event[0]))
-
-
-def replay(sizes: Iterable[int]) -> int:
-    """The largest running sum of allocations (positive) and releases (negative), which is never below 0.
-
-    The profiler knows blocks by their address alone, and forgets none that were released while it was off: the release
-    of an earlier allocation at such an address is given the size of another.
-    """
-    live = peak = 0
-    for size in sizes:
-        live = max(0, live + size)
-        peak = max(peak, live)
-    return peak
-
-
-def _events(call: Callable[[], Any]) -> list[tuple[int, int]]:
-    """(time in ns, signed bytes) of each event; the release of an earlier allocation has size 0."""
     from torch.autograd import profiler
 
     gc.collect()
@@ -63,37 +64,14 @@ def _events(call: Callable[[], Any]) -> list[tuple[int, int]]:
         # until the profile ends: results count
         kept = call()
     del kept
-    events = profile.kineto_results.events()
-    return [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-
-
-def cuda_peak(call: Callable[[], Any]) -> int:
-    """Peak extra bytes of torch's CUDA allocator on the current device during one call."""
-    import torch
-
-    from contrastile.backends.replay import SETTING
-
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    # no step comes from CUDA graphs
-    with mock.patch.dict(os.environ, {SETTING: "0"}):
-        kept = call()
-    torch.cuda.synchronize()
-    del kept
-    return int(torch.cuda.max_memory_allocated() - before)
-
-
-def numpy_peak(call: Callable[[], Any]) -> int:
-    """Peak extra bytes of NumPy's buffers and Python's objects during one call."""
-    gc.collect()
-    found = [0]
-    with numpy_meter(found):
-        # until the meter stops: results count
-        kept = call()
-    del kept
-    return found[0]
+    live = peak = 0
+    for event in sorted(profile.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            # the profiler knows blocks by their address alone: the release of a block that was there before is given
+            # the size of a later one at its address
+            live = max(0, live + event.nbytes())
+            peak = max(peak, live)
+    return int(peak)
 
 
 def available_bytes(device: str) -> int | None:
@@ -107,3 +85,42 @@ def available_bytes(device: str) -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+class MemoryMeasurementError(RuntimeError):
+    """The measuring process failed; the message says how."""
+
+
+def measure_in_a_child(timeout: float | None = None, **request: Any) -> int:
+    """Peak extra bytes, measured in a process of its own: the keywords are those of ``measure``.
+
+    Raises:
+        MemoryMeasurementError: it failed, was killed or took longer than ``timeout`` seconds.
+    """
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+    command = [sys.executable, "-m", "contrastile.bench.memory", json.dumps(request)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise MemoryMeasurementError(f"measuring its memory took more than {timeout:.0f} s") from error
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        how = f"failed: {last}" if done.returncode > 0 else f"{ending(done.returncode)} (SIGKILL: out of memory)"
+        raise MemoryMeasurementError(f"measuring its memory {how}")
+    return int(done.stdout.split()[-1])
+
+
+def measure(
+    implementation: str, workload: tuple[str, int, int], dtype: str, device: str, scale: float, threads: int | None
+) -> int:
+    """Peak extra bytes of an implementation on a workload (variant, batch, width), measured in this process."""
+    measured, size = named(implementation), Workload(*workload)
+    use_threads(threads)
+    how = measured.library, dtype, device, scale
+    # what is set up once and kept (thread pools, code pages) is no cost of the call: warm up
+    measured.step(arguments(features(size.resized(min(size.batch, WARM_ROWS))), *how))()
+    return peak_extra(measured.step(arguments(features(size), *how)), measured.library, device)
+
+
+if __name__ == "__main__":
+    print(measure(**json.loads(sys.argv[1])))

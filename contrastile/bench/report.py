@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from contrastile.bench.peers import PLAIN
-from contrastile.bench.results import Measurement, Sweep, quartiles
+from contrastile.bench.sweep import Measurement, Sweep, quartiles
 from contrastile.bench.workloads import Workload
 from contrastile.reporting import colored, show_table, wrapped
 
 COUNTED = {
     "torch-cpu": "every allocation and release of torch's CPU allocator, replayed; without BLAS workspace",
-    "torch-cuda": "high-water mark of the bytes allocated by torch's CUDA caching allocator",
+    "torch-cuda": "high-water mark of the bytes requested from torch's CUDA caching allocator",
     "numpy": "tracemalloc: NumPy buffers and Python objects; without BLAS workspace",
 }
 
@@ -68,19 +68,23 @@ def _row(found: Sweep, row: Measurement) -> dict[str, Any]:
     }
 
 
-_COLUMNS = (
-    "variant",
-    "b",
-    "d",
-    "implementation",
-    "time s (quartiles)",
-    "GFLOP/s",
-    "of matmul",
-    "x plain",
-    "x aligned",
-    "peak MiB",
-    "memory x plain",
+COLUMNS = (
+    *("variant", "b", "d", "implementation", "time s (quartiles)", "GFLOP/s", "of matmul"),
+    *("x plain", "x aligned", "peak MiB", "memory x plain"),
 )
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """What stands under ``COLUMNS`` for a measured row of the JSON."""
+
+    def number(name: str, unit: float = 1, digits: str = ".3g") -> str:
+        return "-" if row[name] is None else f"{row[name] / unit:{digits}}"
+
+    time = "{median:.4g} ({lower:.4g} to {upper:.4g})".format(**row["seconds"])
+    size = [row["variant"], f"{row['batch']:,}", str(row["width"]), row["implementation"]]
+    rates = [number("gflops", 1, ",.1f"), number("share_of_matmul", 1, ".0%")]
+    ratios = [number("time_over_plain"), number("time_over_aligned")]
+    return [*size, time, *rates, *ratios, number("peak_extra_bytes", _MIB, ",.2f"), number("memory_over_plain")]
 
 
 def show(found: Sweep, *, wide: bool = False) -> None:
@@ -150,37 +154,15 @@ def _wide(found: Sweep) -> None:
     for each in found.agreements:
         ratio = "not checked" if each.ratio is None else f"{each.ratio:.3g} x its bound"
         print(f"{each.implementation} against the oracle at b = {each.rows}: {ratio} ({each.reason})")
-    measured = [row for row in found.rows if row.seconds]
+    rows = [_row(found, row) for row in found.rows]
+    measured = [cells(row) for row in rows if row["status"] == "measured"]
     if measured:
         title = "GFLOP/s of 8 b^2 d; peak memory beyond the inputs"
-        show_table(title, _COLUMNS, [_cells(found, row) for row in measured], right=range(4, len(_COLUMNS)))
-    skipped = [row for row in found.rows if not row.seconds]
+        show_table(title, COLUMNS, measured, right=range(4, len(COLUMNS)))
+    names = "variant", "batch", "width", "implementation", "reason"
+    skipped = [[str(row[name] or "") for name in names] for row in rows if row["status"] == "skip"]
     if skipped:
-        rows = [(*_name(row), row.reason or "") for row in skipped]
-        show_table("Skipped", ("variant", "b", "d", "implementation", "reason"), rows)
-
-
-def _cells(found: Sweep, row: Measurement) -> list[str]:
-    plain, aligned = found.beside(row)
-    lower, middle, upper = quartiles(row.seconds)
-
-    def number(x: float | None, digits: str = ".3g") -> str:
-        return "-" if x is None else f"{x:{digits}}"
-
-    return [
-        *_name(row),
-        f"{middle:.4g} ({lower:.4g} to {upper:.4g})",
-        f"{row.rate / 1e9:.1f}",
-        f"{100 * row.share:.0f} %",
-        number(row.times_of(plain)),
-        number(row.times_of(aligned)),
-        number(row.peak_bytes and row.peak_bytes / _MIB, ".2f"),
-        number(row.bytes_of(plain)),
-    ]
-
-
-def _name(row: Measurement) -> tuple[str, ...]:
-    return row.workload.variant, *map(str, row.workload.shape), row.implementation
+        show_table("Skipped", ("variant", "b", "d", "implementation", "reason"), skipped)
 
 
 def plot(found: Sweep, path: Path) -> None:

@@ -7,8 +7,10 @@ first and after each. A sample's matrix-product rate is the mean of the two arou
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,11 +18,9 @@ import numpy as np
 
 from contrastile.backends.arrays import ITEMSIZE
 from contrastile.backends.contract import BackendUnavailableError
-from contrastile.bench import child
+from contrastile.bench import memory
 from contrastile.bench.agreement import Agreement, check
-from contrastile.bench.memory import available_bytes
 from contrastile.bench.peers import CHECK_ROWS, PLAIN, Implementation, named, use_threads
-from contrastile.bench.results import Measurement, Sweep, SweepSettings
 from contrastile.bench.workloads import Arguments, Workload, arguments, features
 from contrastile.environment import measurement_environment
 from contrastile.reporting import one_line
@@ -40,6 +40,104 @@ SecondsPerLogit = dict[tuple[str, str, int], float]
 """Seconds per logit, b^2 of them, of the last run of each implementation, variant and width."""
 
 _SIDES = {"cpu": (4096, 2048, 1024, 512, 256), "cuda": (8192, 4096, 2048, 1024)}
+
+
+@dataclass(frozen=True, slots=True)
+class SweepSettings:
+    """What to measure: the options of ``contrastile bench``, with its defaults filled in."""
+
+    backends: tuple[str, ...]
+    batches: tuple[int, ...] = (4096, 8192)
+    widths: tuple[int, ...] = (512,)
+    variants: tuple[str, ...] = ("aligned",)
+    dtype: str = "float32"
+    scale: float = 100.0
+    repeat: int = 5
+    device: str = "cpu"
+    workspace: int | None = None
+    keep: int | None = None
+    threads: int | None = None
+    budget: float = 300.0
+    memory: bool = True
+
+
+@dataclass(slots=True)
+class Measurement:
+    """One implementation on one workload.
+
+    Attributes:
+        implementation: its name.
+        workload: size and variant.
+        reason: why it was not measured, or None.
+        seconds: one per round.
+        matmul: FLOP/s of the matrix products before and after each sample, averaged.
+        matmul_side: side of those square products.
+        peak_bytes: peak extra memory by allocations.
+    """
+
+    implementation: str
+    workload: Workload
+    reason: str | None = None
+    seconds: list[float] = field(default_factory=list)
+    matmul: list[float] = field(default_factory=list)
+    matmul_side: int = 0
+    peak_bytes: int | None = None
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s: ``8 b^2 d`` over the median time."""
+        return self.workload.flops / statistics.median(self.seconds)
+
+    @property
+    def share(self) -> float:
+        """Median over the rounds of the rate, as a share of the matrix-product rate beside it."""
+        flops = self.workload.flops
+        return statistics.median(flops / t / rate for t, rate in zip(self.seconds, self.matmul, strict=True))
+
+    def times_of(self, other: Measurement | None) -> float | None:
+        """Median over the rounds of this time / the other's in the same round; None without a measured other."""
+        if other is None or not other.seconds or not self.seconds:
+            return None
+        return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
+
+    def bytes_of(self, other: Measurement | None) -> float | None:
+        """This peak / the other's; None where either is not known."""
+        if other is None or not other.peak_bytes or self.peak_bytes is None:
+            return None
+        return self.peak_bytes / other.peak_bytes
+
+
+@dataclass(slots=True)
+class Sweep:
+    """All results.
+
+    Attributes:
+        settings: what was asked for.
+        environment: machine and versions.
+        agreements: each implementation compared with the oracle.
+        rows: measured and skipped workloads.
+        order: labels of the timed samples, in the order in which they were taken.
+        interrupted: whether it was stopped early; unfinished rounds are left out.
+    """
+
+    settings: SweepSettings
+    environment: dict[str, Any]
+    agreements: list[Agreement] = field(default_factory=list)
+    rows: list[Measurement] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+    def beside(self, row: Measurement) -> tuple[Measurement | None, Measurement | None]:
+        """The plain loss on the same workload; the same implementation, aligned and without ids, at the same size."""
+        found = {(each.implementation, each.workload): each for each in self.rows}
+        aligned = Workload("aligned", row.workload.batch, row.workload.width)
+        return found.get((PLAIN, row.workload)), found.get((row.implementation, aligned))
+
+
+def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile, interpolated; all one value for a single sample."""
+    lower, middle, upper = np.quantile(samples, (0.25, 0.5, 0.75)).tolist()
+    return lower, middle, upper
 
 
 def run(settings: SweepSettings, advance: Advance) -> Sweep:
@@ -148,15 +246,16 @@ def _does_not_fit(
     implementation: Implementation, workload: Workload, settings: SweepSettings, seconds_per_logit: SecondsPerLogit
 ) -> str | None:
     """Why a workload is not tried: predicted memory or time. Time grows with the square of the batch."""
-    needs, has = implementation.predicted_bytes(workload, ITEMSIZE[settings.dtype]), available_bytes(settings.device)
+    needs = implementation.predicted_bytes(workload, ITEMSIZE[settings.dtype])
+    has = memory.available_bytes(settings.device)
     if has is not None and needs > FITS * has:
         return f"needs about {needs / 2**30:.1f} GiB, {has / 2**30:.1f} GiB are available"
     key = _key(implementation, workload)
     if key not in seconds_per_logit:
         small = workload.resized(min(workload.batch, PROBE_ROWS))
         step = implementation.step(_given(implementation, small, settings))
-        _seconds(step, settings.device)
-        seconds_per_logit[key] = _seconds(step, settings.device) / small.batch**2
+        seconds(step, settings.device)
+        seconds_per_logit[key] = seconds(step, settings.device) / small.batch**2
     runs = settings.repeat + (settings.repeat > 1) + settings.memory
     predicted = seconds_per_logit[key] * workload.batch**2 * runs
     if predicted > settings.budget:
@@ -176,8 +275,8 @@ def _count_bytes(row: Measurement, settings: SweepSettings) -> None:
     size = row.workload.variant, row.workload.batch, row.workload.width
     timeout = 60 + 2 * settings.budget
     try:
-        row.peak_bytes = child.measure_in_a_child(timeout, implementation=row.implementation, workload=size, **how)
-    except child.MemoryMeasurementError as error:
+        row.peak_bytes = memory.measure_in_a_child(timeout, implementation=row.implementation, workload=size, **how)
+    except memory.MemoryMeasurementError as error:
         row.reason = str(error)
 
 
@@ -188,19 +287,19 @@ def _time(work: list[tuple[Implementation, Measurement]], found: Sweep, advance:
     steps = {_label(row): made.step(_given(made, row.workload, settings)) for made, row in work}
     side = matmul_side(min(row.workload.flops for row in rows.values()), device)
     product = matmul(side, settings.dtype, device)
-    _seconds(product, device)
+    seconds(product, device)
     if settings.repeat > 1:
         for label, step in steps.items():
             advance(f"{label}: warm-up", 0)
-            _seconds(step, device)
+            seconds(step, device)
 
     def timed(label: str) -> float:
         advance(f"{label}: round {len(rows[label].seconds) + 1}", rows[label].workload.flops)
-        return _seconds(steps[label], device)
+        return seconds(steps[label], device)
 
     calls = {label: partial(timed, label) for label in steps}
     # complete rounds only: ratios compare samples of the same round
-    for samples in in_turns(calls, lambda: 2 * side**3 / _seconds(product, device), settings.repeat):
+    for samples in in_turns(calls, lambda: 2 * side**3 / seconds(product, device), settings.repeat):
         for label, taken, rate in samples:
             row = rows[label]
             row.seconds.append(taken)
@@ -236,11 +335,12 @@ def _label(row: Measurement) -> str:
     return f"{row.implementation} {row.workload.variant} b={row.workload.shape[0]} d={row.workload.shape[1]}"
 
 
-def _seconds(call: Callable[[], Any], device: str) -> float:
-    """Wall-clock seconds of one call, on a GPU until it is done; its results are freed afterwards."""
+def seconds(call: Callable[[], Any], device: str, count: int = 1) -> float:
+    """Wall-clock seconds of so many calls, on a GPU until they are done; the last results are freed afterwards."""
     _wait(device)
     start = time.perf_counter()
-    kept = call()
+    for _ in range(count):
+        kept = call()
     _wait(device)
     taken = time.perf_counter() - start
     del kept

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from contrastile.training import Replay, embed
-from contrastile.training.cache import first_order
+from contrastile.training import embed
+from contrastile.training.cache import second_pass
 
 
 class ChunkedModel(nn.Module):
@@ -61,31 +61,5 @@ class ChunkedModel(nn.Module):
             return tuple(found.values())
 
         _, replay = embed(encode, inputs, self.chunk)
-        outputs = _joined(replay)
+        outputs = second_pass(replay, replay.outputs)
         return dict(zip(names, outputs, strict=True)) if names else outputs
-
-
-def _joined(replay: Replay) -> tuple[Tensor, ...]:
-    """The outputs of the first pass, whose backward is the second."""
-    anchor = torch.zeros((), device=replay.outputs[0].device, requires_grad=True)
-    apply: Any = _Outputs.apply
-    found: tuple[Tensor, ...] = apply(anchor, replay)
-    return found
-
-
-class _Outputs(torch.autograd.Function):
-    """Outputs of a first pass; the gradients of all of them start the second."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, replay: Replay) -> tuple[Tensor, ...]:
-        ctx.replay = replay
-        ctx.set_materialize_grads(False)
-        outputs = tuple(x.detach() for x in replay.outputs)
-        ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point()))
-        return outputs
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.replay(gradients)
-        return None, None

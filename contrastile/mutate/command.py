@@ -15,12 +15,11 @@ from contrastile.mutate.registry import COMPONENTS, CONTRACT, Mutant, PatchError
 from contrastile.mutate.run import MutationRun, Target
 from contrastile.reporting import (
     CannotRunError,
-    at_least,
-    at_most,
     cannot_run,
     progress,
     require_packages,
     why_not_writable,
+    within,
     write_json,
 )
 
@@ -63,9 +62,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    at_least("deadline", args.deadline, 1)
-    at_least("jobs", args.jobs, 1)
-    at_most("jobs", args.jobs, 4 * (os.cpu_count() or 1))
+    within("deadline", args.deadline, 1)
+    within("jobs", args.jobs, 1, 4 * (os.cpu_count() or 1))
     if args.backend is not None:
         try:
             backends.load(args.backend)

@@ -7,7 +7,6 @@ those of the whole batch, if an embedding depends on its own sample alone.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -166,46 +165,42 @@ class Cached:
             return evaluate(self._loss, *replay.outputs, *numbers_of(scale)).detach().reshape(())
         value, gradients, outside = replay.differentiate(self._loss, numbers_of(scale))
 
-        def run(upstream: Tensor) -> None:
-            replay.run(gradients, outside, upstream)
+        def run(upstream: Sequence[Tensor | None]) -> None:
+            replay.run(gradients, outside, upstream[0])
 
-        anchor = torch.zeros((), device=value.device, requires_grad=True)
-        apply: Any = _Surrogate.apply
-        found: Tensor = apply(anchor, value, run)
-        return found
+        return second_pass(run, (value.clone(),))[0]
 
 
-def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of an autograd function that runs the second pass, whose gradients have no graph.
+def second_pass(run: Callable[[Sequence[Tensor | None]], None], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Values whose backward runs the second pass, whose gradients have no graph.
 
     Args:
-        backward: takes the context and the upstream gradients.
+        run: takes the gradient of each value.
+        values: of the first pass.
     """
+    anchor = torch.zeros((), device=values[0].device, requires_grad=True)
+    apply: Any = _SecondPass.apply
+    found: tuple[Tensor, ...] = apply(anchor, run, values)
+    return found
 
-    @functools.wraps(backward)
-    def checked(ctx: Any, *gradients: Tensor | None) -> Any:
+
+class _SecondPass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, run: Any, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        outputs = tuple(x.detach() for x in values)
+        ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point()))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "backward must be called without create_graph, got create_graph=True; the second pass gives first "
                 "derivatives: take others of the loss without the gradient cache"
             )
-        return backward(ctx, *gradients)
-
-    return checked
-
-
-class _Surrogate(torch.autograd.Function):
-    """A loss whose backward runs the second pass, with the upstream gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, run: Callable[[Tensor], None]) -> Tensor:
-        ctx.run = run
-        return value.clone()
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.run(gradients[0].detach())
+        ctx.run(gradients)
         return None, None, None
 
 

@@ -43,10 +43,6 @@ class _Tower:
     rows: list[list[int | None]] = field(default_factory=list)
     learns: list[bool] = field(default_factory=list)
 
-    def seems_frozen(self) -> bool:
-        """Whether nothing learns in the modules of ``encode``; a parameter outside of them may."""
-        return not any(p.requires_grad for module in modules_of(self.encode) for p in module.parameters())
-
 
 class Replay:
     """The second pass of a batch whose first pass has been made: see ``embed``.
@@ -93,9 +89,10 @@ class Replay:
     def _first(self, index: int, tower: _Tower) -> list[Tensor]:
         """Step 1: the outputs of a tower, joined over its chunks."""
         parts: list[list[Tensor]] = []
-        home = _Home() if self._offload else None
-        # with gradients on, a chunk in which nothing learns records no graph, and says so
-        seems_frozen = not self._reduction and tower.seems_frozen()
+        stagings: dict[torch.device, Staging] = {}
+        # a parameter outside of the modules may learn: with gradients on, a chunk in which nothing does has no graph
+        parameters = (p for module in modules_of(tower.encode) for p in module.parameters())
+        seems_frozen = not self._reduction and not any(p.requires_grad for p in parameters)
         with self._reduction.watch(index, tower.encode), torch.set_grad_enabled(seems_frozen):
             for chunk in tower.chunks:
                 tower.states.append(RandomState(self._devices))
@@ -103,7 +100,7 @@ class Replay:
                     found = _outputs(tower.encode(*chunk))
                 tower.learns.append(not seems_frozen or any(x.requires_grad for x in found))
                 found = [x.detach() for x in found]
-                parts.append(found if home is None else [home.fetch(x) for x in found])
+                parts.append([_fetched(x, stagings) for x in found] if self._offload else found)
                 tower.rows.append([len(x) if x.ndim > 1 else None for x in parts[-1]])
         shapes = {tuple(None if x.ndim < 2 else (x.shape[1:], x.dtype) for x in part) for part in parts}
         if len(shapes) > 1:
@@ -111,8 +108,8 @@ class Replay:
                 f"encode must return outputs of the same width and dtype for every chunk, got "
                 f"{sorted(map(str, shapes))}; pad them"
             )
-        if home is not None:
-            home.synchronize()
+        for staging in stagings.values():
+            staging.synchronize()
         outputs = []
         for numbers in zip(*parts, strict=True):
             x = (_joined(numbers) if numbers[0].ndim > 1 else _same(numbers)).detach()
@@ -272,7 +269,10 @@ class Replay:
                 at[k] += rows
             # a number's gradient enters once
             if x.requires_grad and (rows is not None or j == tower.chunks.count - 1):
-                terms.append(_term(x, _wide(x, part)))
+                dtype = float32_at_least(x.dtype)
+                # first the copy, from page-locked memory, which a conversion on the host would leave
+                wide = None if part is None else part.to(x.device, non_blocking=True).to(dtype)
+                terms.append(_term(x, torch.zeros_like(x, dtype=dtype) if wide is None else wide))
         return terms
 
 
@@ -304,35 +304,15 @@ def _check_repeated(x: Tensor, before: Tensor, epsilon: float) -> None:
         )
 
 
-def _wide(x: Tensor, gradient: Tensor | None) -> Tensor:
-    dtype = float32_at_least(x.dtype)
-    if gradient is None:
-        return torch.zeros_like(x, dtype=dtype)
-    # first the copy, from page-locked memory, which a conversion on the host would leave
-    return gradient.to(x.device, non_blocking=True).to(dtype)
-
-
-class _Home:
-    """Fetches embeddings to the host while the next chunk is encoded."""
-
-    def __init__(self) -> None:
-        self._stagings: dict[torch.device, Staging] = {}
-
-    def fetch(self, x: Tensor) -> Tensor:
-        """Start to copy an embedding to the host; a number stays where it is."""
-        if x.ndim < 2:
-            return x
-        if x.device not in self._stagings:
-            self._stagings[x.device] = Staging(x.device, torch.device("cpu"))
-        staging = self._stagings[x.device]
-        kept = staging.kept(x, dtype_name(x.dtype))
-        staging.store(x.detach(), kept)
-        return kept
-
-    def synchronize(self) -> None:
-        """Wait until all are there."""
-        for staging in self._stagings.values():
-            staging.synchronize()
+def _fetched(x: Tensor, stagings: dict[torch.device, Staging]) -> Tensor:
+    """Start to copy an embedding to the host, while the next chunk is encoded; a number stays where it is."""
+    if x.ndim < 2:
+        return x
+    if x.device not in stagings:
+        stagings[x.device] = Staging(x.device, torch.device("cpu"))
+    kept = stagings[x.device].kept(x, dtype_name(x.dtype))
+    stagings[x.device].store(x.detach(), kept)
+    return kept
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -13,12 +13,11 @@ from contrastile.environment import environment
 from contrastile.reporting import (
     COULD_NOT_RUN,
     CannotRunError,
-    at_least,
-    at_most,
     cannot_run,
     progress,
     require_packages,
     why_not_writable,
+    within,
     write_json,
     write_text,
 )
@@ -130,8 +129,7 @@ def _isolated(args: argparse.Namespace, world: Threads | None) -> int:
 
 def _jobs(args: argparse.Namespace) -> int:
     if args.jobs is not None:
-        at_least("jobs", args.jobs, 1)
-        at_most("jobs", args.jobs, 4 * environment()["cores"])
+        within("jobs", args.jobs, 1, 4 * environment()["cores"])
         return int(args.jobs)
     # few checks are done before a second process has loaded its backends
     return 2 if (args.case is None or args.quick) and not args.loss and environment()["cores"] > 1 else 1

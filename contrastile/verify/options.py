@@ -11,7 +11,7 @@ from contrastile.backends import registry
 from contrastile.backends.arrays import FLOATS
 from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError
 from contrastile.environment import finds_a_gpu
-from contrastile.reporting import CannotRunError, at_least, one_line, require_packages
+from contrastile.reporting import CannotRunError, one_line, require_packages, within
 from contrastile.verify import cases, launched, public, sharded, strategies
 from contrastile.verify.comparison import Comparisons, wrong
 from contrastile.verify.distributed import DISTRIBUTED
@@ -126,7 +126,7 @@ def settle(options: argparse.Namespace) -> list[str]:
     if given.examples is None:
         given.examples = QUICK_EXAMPLES if given.quick else RANKS_EXAMPLES if ranks else EXAMPLES
     for name, least in (("examples", 1), ("seed", 0), ("workspace", 0), ("keep", 0)):
-        at_least(name, getattr(given, name) or 0, least)
+        within(name, getattr(given, name) or 0, least)
     if given.deadline is not None and not 0 < given.deadline < float("inf"):
         raise CannotRunError(f"--deadline must be a number of seconds above 0, got {given.deadline:g}")
     given.case, given.property = _known("case", given.case, every), _known("property", given.property, properties)

@@ -126,7 +126,7 @@ def peak_bytes(arrays: ArrayLibrary, device: str, step: Callable[[], object]) ->
         SkipError: this library's memory cannot be measured here.
     """
     found = [0]
-    with _meter(arrays.name, device)(found):
+    with meter(arrays.name, device)(found):
         # until the meter stops: results count
         results = step()
     del results
@@ -136,10 +136,10 @@ def peak_bytes(arrays: ArrayLibrary, device: str, step: Callable[[], object]) ->
 Meter = Callable[[list[int]], AbstractContextManager[None]]
 
 
-def _meter(library: str, device: str) -> Meter:
+def meter(library: str, device: str) -> Meter:
     """NumPy's memory is measured by the interpreter's tracer, that of others by their allocators."""
     known: dict[tuple[str, str], Meter] = {
-        ("numpy", "cpu"): numpy_meter,
+        ("numpy", "cpu"): _numpy,
         ("torch", "cpu"): _torch,
         ("torch", "cuda"): _torch_on_a_gpu,
         ("cupy", "cuda"): _cupy,
@@ -150,7 +150,7 @@ def _meter(library: str, device: str) -> Meter:
 
 
 @contextmanager
-def numpy_meter(found: list[int]) -> Iterator[None]:
+def _numpy(found: list[int]) -> Iterator[None]:
     mine = not tracemalloc.is_tracing()
     if mine:
         tracemalloc.start()

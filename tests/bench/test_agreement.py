@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from contrastile.bench import agreement, peers
+from contrastile.bench import agreement, peers, plain
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch", "plain"])
@@ -51,7 +51,7 @@ def test_a_wrong_loss_or_gradient_does_not_agree(which: int, change: Callable[[A
 
 
 def test_a_plain_loss_that_ignores_ids_does_not_agree() -> None:
-    without_ids = replace(peers.plain(), step=peers.with_autograd(lambda i, t, s, ids: peers.plain_loss(i, t, s)))
+    without_ids = replace(peers.plain(), step=peers.with_autograd(lambda i, t, s, ids: plain.clip(i, t, s)))
     found = agreement.check(without_ids, "float32", "cpu", 10.0, rows=67)
     assert not found.agrees
     assert "ids" in found.reason

@@ -14,7 +14,7 @@ from conformance import COLUMNS, MEMORY, cell
 from peers import adapters
 from peers.adapters import PEERS
 
-from contrastile.bench.peers import plain_loss
+from contrastile.bench import plain
 from contrastile.verify.losses import Claims, check
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +66,7 @@ def test_a_fact_that_a_version_no_longer_shows_is_told_from_one_that_fails(tmp_p
 
 def test_a_cell_has_the_worst_of_its_checks() -> None:
     def halved(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        loss = plain_loss(image, text, scale)
+        loss = plain.clip(image, text, scale)
         return loss / 2 + loss.detach() / 2
 
     def cells(loss: Any) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def test_a_cell_has_the_worst_of_its_checks() -> None:
         rows = list(check(loss, Claims(linear_memory=False), dtypes=("float32",), cases=cases))
         return {name: cell(rows, name) for name in COLUMNS}
 
-    wrong, right = cells(halved), cells(plain_loss)
+    wrong, right = cells(halved), cells(plain.clip)
     failed = {name: cell for name, cell in wrong.items() if cell["status"] == "fail"}
     assert set(failed) == {"gradients", "scale gradient", "extreme logits", "ragged sizes"}
     assert all(cell["ratio"] > 100 and cell["checks"] >= cell["failed"] >= 1 for cell in failed.values())

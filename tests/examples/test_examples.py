@@ -21,14 +21,11 @@ THINGS = ["cat", "dog", "cup", "car", "hat", "key", "map", "pen", "box", "fan", 
 PARTS = [*COLOURS, *THINGS]
 
 
-@pytest.fixture(autouse=True)
-def scripts_that_import_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+@pytest.fixture
+def wordnet(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(ROOT / "examples")
-
-
-def module(name: str) -> Any:
-    return importlib.import_module(name)
+    return importlib.import_module("wordnet")
 
 
 def tiny_dictionary(folder: Path) -> Path:
@@ -64,91 +61,66 @@ def tiny_minilm(folder: Path) -> Path:
     return folder
 
 
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> list[dict[str, float]]:
-    """The program in this process; returns what it printed."""
+@pytest.mark.slow
+def test_it_learns(
+    wordnet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = {"wordnet": tiny_dictionary(tmp_path / "dictionary"), "model": tiny_minilm(tmp_path / "model")}
     given |= {"held-out": 20, "chunk": 800, "batch": 48, "lr": 3e-2, "samples": 2400, "device": "cpu"}
     words = [f"--{name}={value}" for name, value in given.items()]
-    monkeypatch.setattr(sys, "argv", ["wordnet.py", *words, *more])
-    curve: list[dict[str, float]] = module("wordnet").main()
-    return curve
-
-
-@pytest.mark.slow
-def test_it_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    first, *_, last = run(tmp_path, monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["wordnet.py", *words])
+    # what the loss gets: the pairs of one gloss share an id
+    seen: list[torch.Tensor] = []
+    right = contrastile.clip_loss
+    monkeypatch.setattr(contrastile, "clip_loss", lambda *x, ids: seen.append(ids) or right(*x, ids=ids))
+    first, *_, last = wordnet.main()
+    assert all(len(ids) == 48 for ids in seen)
+    assert min(len(ids.unique()) for ids in seen) < 48
     # of 20 glosses that share no training pair with it
     assert first["recall@1"] < 0.2
     assert last["recall@1"] > 0.8
     assert last["samples"] == 2400
     assert "loss's share of the time 0." in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_the_pairs_of_one_gloss_share_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tasks: list[Any] = []
-    monkeypatch.setattr(module("wordnet"), "train", lambda task, options: tasks.append(task) or [])
-    run(tmp_path, monkeypatch)
-    (task,) = tasks
-    (_, glosses), ids = task.batch(torch.arange(task.pairs))
-    shown = torch.cat([chunk for chunk, _ in glosses])
-    same = (shown[:, None] == shown).all(dim=2)
-    assert same.sum() > 2 * task.pairs
-    assert torch.equal(same, ids[:, None] == ids)
-    # and the loss gets them
-    seen: list[torch.Tensor] = []
-    right = contrastile.clip_loss
-    monkeypatch.setattr(contrastile, "clip_loss", lambda *x, ids: seen.append(ids) or right(*x, ids=ids))
-    module("shared").step(task, torch.arange(7), torch.device("cpu"))
-    assert torch.equal(seen[0], ids[:7])
-
-
-@pytest.mark.slow
-def test_missing_data_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["wordnet.py", "--wordnet", str(tmp_path / "nowhere")])
     with pytest.raises(SystemExit, match="apt-get install"):
-        run(tmp_path, monkeypatch, "--wordnet", str(tmp_path / "nowhere"))
+        wordnet.main()
 
 
 @pytest.mark.slow
-def test_lemmas_and_examples_lead_to_their_gloss(tmp_path: Path) -> None:
-    pairs, glosses = module("wordnet").read_pairs(tiny_dictionary(tmp_path / "dictionary"))
+def test_lemmas_and_examples_lead_to_their_gloss_in_the_same_order_whatever_the_batch(
+    wordnet: Any, tmp_path: Path
+) -> None:
+    folder = tiny_dictionary(tmp_path / "dictionary")
+    tokenizer = wordnet.AutoTokenizer.from_pretrained(tiny_minilm(tmp_path / "model"))
+    pairs, glosses = wordnet.read_pairs(folder)
     assert len(glosses) == len(COLOURS) * len(THINGS)
     assert [(query, glosses[number]) for query, number in pairs[:3]] == [
         ("red cat", "a tac that is der"),
         ("cat red", "a tac that is der"),
         ("see the red cat", "a tac that is der"),
     ]
+    data = wordnet.WordNet(folder, tokenizer, 20)
+    # begin mark, the two words, end mark; a text that is too long keeps its end mark
+    assert data.queries[0].tolist() == [2, *tokenizer.convert_tokens_to_ids(["red", "cat"]), 3, *[0] * 12]
+    assert not set(data.gloss_of[data.training].tolist()) & set(data.gloss_of[data.testing].tolist())
+    epoch, batches = len(data.training), (data.batches(size) for size in (1, 8, 40))
+    orders = [torch.cat([rows for rows, _ in zip(each, range(2 * epoch), strict=False)]) for each in batches]
+    assert all(torch.equal(order[: 2 * epoch], orders[0]) for order in orders)
+    halves = orders[0].view(2, -1)
+    assert torch.equal(halves.sort(dim=1).values, data.training.expand(2, -1))
+    assert not torch.equal(*halves)
 
 
 @pytest.mark.slow
-def test_texts_that_are_too_long_keep_their_end_mark(tmp_path: Path) -> None:
-    wordnet = module("wordnet")
-    tokenizer = wordnet.AutoTokenizer.from_pretrained(tiny_minilm(tmp_path / "model"))
-    assert wordnet.tokens(["a red cat", "is"], 4, tokenizer).tolist() == [[2, 5, 10, 3], [2, 7, 3, 0]]
-
-
-def test_batches_of_any_size_read_the_same_shuffled_epochs() -> None:
-    rows_of = module("shared").rows_of
-    pairs, samples = 30, 120
-    orders = [torch.cat([rows_of(i, b, pairs) for i in range(0, samples, b)]) for b in (1, 8, 40, 120)]
-    assert all(torch.equal(order, orders[0]) for order in orders)
-    epochs = orders[0].view(-1, pairs)
-    assert torch.equal(epochs.sort(dim=1).values, torch.arange(pairs).expand(4, -1))
-    assert len({tuple(epoch.tolist()) for epoch in epochs}) == 4
-
-
-def test_recall_counts_ties_against_the_query() -> None:
+def test_recall_counts_ties_against_the_query(wordnet: Any) -> None:
     key = torch.eye(12)
     key[3] = key[2]
-    query = key[[0, 1, 2, 3]]
     own = torch.tensor([0, 5, 2, 3])  # right; as far as all others; tied; tied
-    for tile in (1, 3, 4):
-        assert module("shared").recall(query, key, own, tile=tile) == {"recall@1": 0.25, "recall@10": 0.75}
+    assert wordnet.recall(key[[0, 1, 2, 3]], key, own) == {"recall@1": 0.25, "recall@10": 0.75}
 
 
-def test_the_page_shows_the_step_of_the_examples() -> None:
+@pytest.mark.slow
+def test_the_page_shows_the_step_of_the_example(wordnet: Any) -> None:
     (step,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
-    _, *body = step.splitlines()
-    source = inspect.getsource(module("shared").step).splitlines()
-    assert len(body) > 6
-    assert [line for line in source if line in body] == body
+    source = [line for line in inspect.getsource(wordnet.step).splitlines() if '"""' not in line]
+    assert step.splitlines() == source
