@@ -26,7 +26,7 @@ STAMPS := $(VENV)/.installed
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(PINS) $(PIP_FLAGS)
 
 .DELETE_ON_ERROR:
-.PHONY: verify test test-slow test-gpu verify-gpu test-versions lint types coverage pytest docs docs-version pictures package errors clean
+.PHONY: verify test test-slow test-gpu verify-gpu measure-gpu test-versions lint types coverage pytest docs docs-version pictures package errors clean
 
 verify: $(STAMPS)-verify
 	$(BIN)/contrastile verify $(ARGS)
@@ -60,9 +60,16 @@ test-slow: $(STAMPS)-test-slow
 test-gpu:
 	TRITON_INTERPRET=0 $(PYTHON) -m pytest tests/gpu tests/training/test_training_gpu.py tests/test_capacity.py $(ARGS)
 
-# there, too; ARGS="--steps verify drawn" takes some of its steps, ARGS=--measure times what has passed, ARGS=--help lists all
+# there, too; ARGS="--steps verify drawn" takes some of its steps, ARGS=--help lists all
 verify-gpu:
 	$(PYTHON) scripts/verify_gpu.py $(ARGS)
+
+# the records of this commit, one after another, so that nothing runs beside what is timed
+measure-gpu:
+	mkdir -p out/verify-gpu
+	$(PYTHON) benchmarks/everyday.py --part everyday --out out/verify-gpu/everyday.json
+	$(PYTHON) benchmarks/everyday.py --part steps peers --seconds 900 --out out/verify-gpu/gpu.json
+	$(PYTHON) benchmarks/training.py --out out/verify-gpu/training.json
 
 # the address of the sources that pyproject.toml has
 docs docs-version: export REPO_URL ?= $(shell $(PYTHON) -c 'import tomllib; \

@@ -3,7 +3,6 @@
     python scripts/verify_gpu.py                              # all steps, within minutes
     python scripts/verify_gpu.py --steps verify sanitizers    # some of them
     python scripts/verify_gpu.py --steps drawn --examples 5000 --seed 7
-    python scripts/verify_gpu.py --measure                    # and then time this very commit, where all have passed
 
 ``kernels``     CuPy's kernels are compiled once, before anything else runs, so that no two jobs compile the same one
 ``verify``      contrastile verify, triton and cupy, every dtype and precision
@@ -12,11 +11,9 @@
 ``repeats``     the tests that ask for the same bits twenty times
 ``drawn``       problems that Hypothesis draws, as many for each backend, dtype and precision
 
-``measure``     with --measure: benchmarks/everyday.py, all of its parts, and training.py, one at a time
-
-In the other steps nothing is timed, so that their jobs share the cores. Each step has a time limit; what it has not
-done by then has failed. ``--out`` gets what each job printed, its records, and ``summary.json``. The exit code is 0
-only where every job passed.
+Nothing is timed, so that the jobs share the cores. Each step has a time limit; what it has not done by then has failed.
+``make measure-gpu`` times the same commit. ``--out`` gets what each job printed, its records, and ``summary.json``. The
+exit code is 0 only where every job passed.
 """
 
 from __future__ import annotations
@@ -44,8 +41,6 @@ from contrastile.reporting import write_json  # noqa: E402
 
 LIMITS = {"kernels": 150.0, "mutants": 500.0, "sanitizers": 480.0, "verify": 480.0, "repeats": 480.0, "drawn": 520.0}
 """Seconds from the start of the run within which a step must end; jobs begin in this order, the longest first."""
-MEASURE = {"measure": 3600.0}
-"""And from the start of measuring."""
 
 KINDS = {
     "triton": (("float32", "split"), ("float32", "tf32"), ("bfloat16", ""), ("float16", "")),
@@ -238,19 +233,6 @@ def drawn(examples: int, seed: int, out: Path) -> list[Job]:
     return found
 
 
-def measures(cores: int, out: Path) -> list[Job]:
-    """The records of this commit; each has all cores, so that nothing runs beside it."""
-    commands = {
-        "everyday": ["everyday.py", "--part", "everyday"],
-        "gpu": ["everyday.py", "--part", "steps", "peers", "--seconds", "900"],
-        "training": ["training.py"],
-    }
-    return [
-        Job("measure", name, [sys.executable, f"benchmarks/{script}", *words, "--out", f"{out}/{name}.json"], cores)
-        for name, (script, *words) in commands.items()
-    ]
-
-
 def run(queue: Sequence[Job], cores: int, out: Path, limits: dict[str, float]) -> None:
     """Run all jobs, as many at a time as there are cores for; their facts say what became of them."""
     waiting, running = list(queue), list[tuple[Job, subprocess.Popen[bytes], float]]()
@@ -347,22 +329,17 @@ def main(arguments: list[str] | None = None) -> int:
     add("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time (%(default)s)")
     add("--limit", type=float, metavar="S", help="seconds within which each step must end (default: its own)")
     add("--out", type=Path, default=ROOT / "out" / "verify-gpu", metavar="DIR", help="records (%(default)s)")
-    add("--measure", action="store_true", help="where all have passed, time them: records of this commit")
     add("--list", action="store_true", help="print the commands, and run nothing")
     given = parser.parse_args(arguments)
     out = given.out.resolve()
     todo = jobs(given.steps, given.examples, given.seed, given.jobs, out)
-    then = measures(given.jobs, out) if given.measure else []
     if given.list:
-        print(*(f"{job.step} {job.name}: {' '.join(job.command)}" for job in (*todo, *then)), sep="\n")
+        print(*(f"{job.step} {job.name}: {' '.join(job.command)}" for job in todo), sep="\n")
         return 0
     out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     try:
         run(todo, given.jobs, out, LIMITS if given.limit is None else dict.fromkeys(LIMITS, given.limit))
-        if then and all(job.facts["status"] == "pass" for job in todo):
-            todo += then
-            run(then, given.jobs, out, MEASURE)
     finally:
         found = summary(todo, time.monotonic() - start)
         write_json(out / "summary.json", {"environment": measurement_environment("cuda"), **found})

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import sys
 
 import pytest
@@ -36,12 +35,3 @@ def unprepared() -> None:
     prepared = sys.modules.get("contrastile.autograd.prepared")
     if prepared is not None:
         prepared.CALLS.prepared.clear()
-
-
-@pytest.fixture(scope="session")
-def chromium() -> str:
-    """The browser that pages are looked at with."""
-    found = shutil.which("chromium") or shutil.which("chromium-browser")
-    if found is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
-    return found

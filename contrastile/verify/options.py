@@ -28,7 +28,7 @@ from contrastile.verify.worlds import Threads, World
 
 QUICK_CASES = (
     *FEW_CASES,
-    *("aliases", "batch-doubling", "peak-memory", "drawn", "front-door", "mistakes", "sharded"),
+    *("batch-doubling", "peak-memory", "drawn", "front-door", "mistakes", "sharded"),
     *(f"public-losses:{interface}, calls" for interface in ("the function", "value_and_grad", "nn", "cached_step")),
 )
 QUICK_DTYPES = ("float32", "bfloat16")

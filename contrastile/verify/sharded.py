@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from contrastile.reporting import one_line
 from contrastile.verify import strategies
@@ -17,11 +17,9 @@ from contrastile.verify.worlds import judged
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-CASE = "sharded"
-
 
 @dataclass(frozen=True, slots=True)
-class ShardedRecipe:
+class ShardedRecipe(Recipe):
     """A recipe and how it is shared.
 
     Attributes:
@@ -30,7 +28,6 @@ class ShardedRecipe:
         exchange: "ring" or "gather".
         reduction: "mean" or "sum".
         late: whether messages arrive at the last moment, where the world can do that.
-        recipe: the problem.
     """
 
     rows: tuple[int, ...]
@@ -38,34 +35,18 @@ class ShardedRecipe:
     exchange: str
     reduction: str
     late: bool
-    recipe: Recipe
 
-    def __str__(self) -> str:
-        rows, columns = (".".join(map(str, weights)) for weights in (self.rows, self.columns))
-        how = f"rows={rows},columns={columns},exchange={self.exchange},reduction={self.reduction},late={self.late}"
-        return f"{CASE}:{how},{str(self.recipe).removeprefix(f'{strategies.CASE}:')}"
+    CASE: ClassVar[str] = "sharded"
 
-    @staticmethod
-    def parse(text: str) -> ShardedRecipe:
-        """Parse what ``str`` writes.
+    @property
+    def sound(self) -> bool:
+        known = self.exchange in EXCHANGES and self.reduction in REDUCTIONS
+        weights = len(self.rows) == len(self.columns) and min(*self.rows, *self.columns) >= 0
+        return known and weights and Recipe.sound.fget(self)  # type: ignore[attr-defined]
 
-        Raises:
-            ValueError: the text is not that of a recipe.
-        """
-        words = text.removeprefix(f"{CASE}:").split(",", 5)
-        try:
-            rows, columns, exchange, reduction, late = (
-                word.removeprefix(f"{name}=")
-                for name, word in zip(("rows", "columns", "exchange", "reduction", "late"), words, strict=False)
-            )
-            weights = [tuple(int(x) for x in each.split(".")) for each in (rows, columns)]
-            known = exchange in ("ring", "gather") and reduction in ("mean", "sum") and late in ("True", "False")
-            if not known or len(weights[0]) != len(weights[1]) or min(map(min, weights)) < 0:
-                raise ValueError
-            recipe = Recipe.parse(words[5])
-        except (ValueError, IndexError) as error:
-            raise ValueError(f"case must be {CASE}:rows=..., as a failure prints it, got {text!r}") from error
-        return ShardedRecipe(weights[0], weights[1], exchange, reduction, late == "True", recipe)
+
+CASE = ShardedRecipe.CASE
+EXCHANGES, REDUCTIONS = ("ring", "gather"), ("mean", "sum")
 
 
 def sharded_recipes(ranks: int) -> SearchStrategy[ShardedRecipe]:
@@ -73,14 +54,13 @@ def sharded_recipes(ranks: int) -> SearchStrategy[ShardedRecipe]:
     from hypothesis import strategies as st
 
     weights = st.tuples(*[st.integers(0, 5)] * ranks)
-    return st.builds(
+    return strategies.recipes(
         ShardedRecipe,
         rows=weights,
         columns=weights,
-        exchange=st.sampled_from(["ring", "gather"]),
-        reduction=st.sampled_from(["mean", "sum"]),
+        exchange=st.sampled_from(EXCHANGES),
+        reduction=st.sampled_from(REDUCTIONS),
         late=st.booleans(),
-        recipe=strategies.recipes(),
     )
 
 
@@ -122,8 +102,8 @@ def sharded(subject: Subject, case: str) -> Comparisons:
 
 def _computed(drawn: ShardedRecipe, subject: Subject) -> tuple[Cut, list[Outcome]]:
     """The problem in its parts, and what the ranks make of them."""
-    whole = strategies.problem(drawn.recipe, subject.dtype)
-    itself, options = drawn.recipe.blocks == 0, drawn.recipe.options
+    whole = strategies.problem(drawn, subject.dtype)
+    itself, options = drawn.blocks == 0, drawn.options
     cut = Cut.of_itself(whole, drawn.rows) if itself else Cut.of(whole, drawn.rows, drawn.columns)
     late = drawn.late and subject.ranks.can_be_late
     return cut, outcomes(subject, cut, drawn.exchange, reduction=drawn.reduction, late=late, options=options)
@@ -133,5 +113,5 @@ def _judge(cut: Cut, parts: list[Outcome], drawn: ShardedRecipe, subject: Subjec
     for part in parts[1:]:
         if part.loss.tobytes() != parts[0].loss.tobytes() or part.scale.tobytes() != parts[0].scale.tobytes():
             return wrong("loss or scale differs between ranks")
-    how: dict[str, Any] = {"reduction": drawn.reduction, "options": drawn.recipe.options}
+    how: dict[str, Any] = {"reduction": drawn.reduction, "options": drawn.options}
     return compared(subject, cut, parts, drawn.exchange, truth(cut.problem), **how)

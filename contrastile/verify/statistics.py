@@ -13,6 +13,7 @@ from contrastile.backends.contract import Bars, state_dtype
 from contrastile.comm.communicator import Communicator
 from contrastile.oracle.arrays import float64
 from contrastile.oracle.pairs import target_weights
+from contrastile.schedules.placement import Shards
 from contrastile.schedules.problem import Problem
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bars import bound_of_bars, drawn_bars, truth_of_bars
@@ -22,7 +23,7 @@ from contrastile.verify.draws import pairs
 from contrastile.verify.execution import putter
 from contrastile.verify.rearrange import folded
 from contrastile.verify.rounding import UNIT, round_to
-from contrastile.verify.shards import shares
+from contrastile.verify.shards import Cut, shares
 from contrastile.verify.trial import Property, Subject
 from contrastile.verify.truth import Outcome, masks, truth
 from contrastile.verify.worlds import judged
@@ -172,23 +173,16 @@ def over_ranks(subject: Subject, case: str) -> Comparisons:
 def _of_ranks(
     problem: Problem, subject: Subject, rows: Sequence[int], over: Sequence[int], how: dict[str, Any]
 ) -> Worst:
-    (columns,), spread = problem.columns, Spread(tuple(rows), tuple(over), halved=True)
-    expected = _Expected(problem, subject, spread)
-    ends = [np.cumsum([0, *sizes]) for sizes in (rows, over)]
+    cut = Cut(problem, Shards(tuple(rows), tuple((size,) for size in over)))
+    expected = _Expected(problem, subject, Spread(tuple(rows), tuple(over), halved=True))
 
     def program(communicator: Communicator) -> Outcome:
-        mine, others = (slice(*end[communicator.rank : communicator.rank + 2]) for end in ends)
-        given = {name: getattr(problem, name) for name in ("positives", "row_ids", "excluded")}
-        vectors: dict[str, Any] = {name: None if x is None else x[mine] for name, x in given.items()}
-        part = replace(
-            problem,
-            rows=problem.rows[mine],
-            columns=(columns[others],),
-            column_ids=None if problem.column_ids is None else problem.column_ids[others],
-            **vectors,
+        rank = communicator.rank
+        places = cut.rows(rank), cut.columns(rank, 0)
+        bars = [Bars(*(x[where] for x in each)) for each, where in zip(expected.bars, places, strict=False)]
+        return _called(
+            cut.part(rank), bars, subject, backend=subject.name, group=communicator, **subject.settings, **how
         )
-        bars = [Bars(*(x[where] for x in each)) for each, where in zip(expected.bars, (mine, others), strict=False)]
-        return _called(part, bars, subject, backend=subject.name, group=communicator, **subject.settings, **how)
 
     parts = subject.ranks.run(program)
 

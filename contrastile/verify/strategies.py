@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from contrastile.verify.trial import Subject
 
 T = TypeVar("T")
-CASE = "drawn"
 REFUSED_SHARE = 0.25
 """A backend that refuses a larger share of the problems of a dtype that it claims is not verified."""
 FEATURES = ("normal", "signs", "twins", "trained")
@@ -76,11 +75,16 @@ class Recipe:
     tile_columns: int
     seed: int
 
-    def __str__(self) -> str:
-        return f"{CASE}:" + ",".join(f"{f.name}={v}" for f, v in zip(fields(self), astuple(self), strict=True))
+    CASE: ClassVar[str] = "drawn"
 
-    @staticmethod
-    def parse(text: str) -> Recipe:
+    def __str__(self) -> str:
+        def written(x: Any) -> str:
+            return ".".join(map(str, x)) if isinstance(x, tuple) else str(x)
+
+        return f"{self.CASE}:" + ",".join(f"{f.name}={written(getattr(self, f.name))}" for f in fields(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
         """The recipe whose ``str`` is this text.
 
         Raises:
@@ -91,29 +95,44 @@ class Recipe:
             "float": float,
             "str": str,
             "bool": {"True": True, "False": False}.__getitem__,
+            "tuple[int, ...]": lambda x: tuple(map(int, x.split("."))),
         }
         try:
-            given = dict(item.split("=", 1) for item in text.removeprefix(f"{CASE}:").split(","))
-            recipe = Recipe(**{f.name: read[str(f.type)](given.pop(f.name)) for f in fields(Recipe)})
+            given = dict(item.split("=", 1) for item in text.removeprefix(f"{cls.CASE}:").split(","))
+            recipe = cls(**{f.name: read[str(f.type)](given.pop(f.name)) for f in fields(cls)})
+            if given or not recipe.sound:
+                raise ValueError
         except (KeyError, ValueError) as error:
-            raise ValueError(f"case must be {CASE}:m=...,n=..., as a failure prints it, got {text!r}") from error
-        chosen = ((recipe.features, FEATURES), (recipe.pairs, PAIRS), (recipe.weights, WEIGHTS))
-        if given or any(value not in allowed for value, allowed in chosen) or min(recipe.m, recipe.n - 1) < 0:
-            raise ValueError(f"case must be {CASE}:m=...,n=..., as a failure prints it, got {text!r}")
+            raise ValueError(f"case must be {cls.CASE}:..., as a failure prints it, got {text!r}") from error
         return recipe
+
+    @property
+    def sound(self) -> bool:
+        """Whether there is such a problem."""
+        chosen = (self.features, FEATURES), (self.pairs, PAIRS), (self.weights, WEIGHTS)
+        return min(self.m, self.n - 1) >= 0 and all(value in allowed for value, allowed in chosen)
 
     @property
     def options(self) -> Options:
         return Options(tile=(self.tile_rows, self.tile_columns) if self.tile_rows else None)
 
 
-def recipes() -> SearchStrategy[Recipe]:
-    """All recipes of small problems, rows against themselves among them; shrinks to a square softmax of few rows."""
+R = TypeVar("R", bound=Recipe)
+
+
+def recipes(of: type[R], **more: SearchStrategy[Any]) -> SearchStrategy[R]:
+    """All recipes of small problems, rows against themselves among them; shrinks to a square softmax of few rows.
+
+    Args:
+        of: their kind.
+        **more: its other fields.
+    """
     from hypothesis import strategies as st
 
     log_uniform = st.floats(-5.0, 5.0).map(lambda x: float(np.float32(np.exp(x))))
     return st.builds(
-        Recipe,
+        of,
+        **more,
         m=st.integers(1, 41) | st.just(0),
         n=st.integers(1, 53),
         d=st.integers(1, 37) | st.sampled_from((72, 128, 136, 200)),
@@ -205,6 +224,9 @@ def _features(recipe: Recipe, random: np.random.Generator) -> tuple[FloatArray, 
     return rows, columns
 
 
+CASE = Recipe.CASE
+
+
 def drawn(subject: Subject, case: str) -> Comparisons:
     """Problems drawn by hypothesis give the oracle's value and gradients; the label is the shrunk recipe.
 
@@ -212,11 +234,11 @@ def drawn(subject: Subject, case: str) -> Comparisons:
 
     A case "drawn:..." is one recipe, and nothing is drawn.
     """
-    if case != CASE:
+    if case != Recipe.CASE:
         recipe = Recipe.parse(case)
         yield str(recipe), _compare(recipe, subject)
         return
-    yield search(recipes(), lambda recipe: _compare(recipe, subject), subject)
+    yield search(recipes(Recipe), lambda recipe: _compare(recipe, subject), subject)
 
 
 class _FoundError(Exception):

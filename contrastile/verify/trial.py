@@ -20,7 +20,7 @@ from contrastile.verify.execution import Want, outcome
 from contrastile.verify.truth import Outcome, Truth, truth
 from contrastile.verify.worlds import World
 
-_SMALL = 1 << 20
+_SMALL, _MEDIUM = 1 << 20, 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,14 +192,24 @@ class Trial:
         return subject.backend.keeps(m, n, subject.dtype, subject.device, subject.options) > 0
 
     @property
+    def products(self) -> int:
+        """Multiplications of the matrix product."""
+        m, d = self.problem.rows.shape
+        return int(m * sum(len(x) for x in self.problem.columns) * d)
+
+    @property
     def small(self) -> bool:
         """Whether the case is cheap enough to run repeatedly."""
-        m, d = self.problem.rows.shape
-        return bool(m * sum(len(x) for x in self.problem.columns) * d <= _SMALL)
+        return self.products <= _SMALL
 
     def only_small(self) -> None:
         if not self.small:
             raise SkipError("repeats runs: small cases only")
+
+    def only_medium(self) -> None:
+        """Skip a case whose matrix products in longdouble, which no library has, take seconds."""
+        if self.products > _MEDIUM:
+            raise SkipError("computes in longdouble: no large cases")
 
     def only_finite(self) -> None:
         """Skip a case whose truth is not finite: NaN would hide a difference."""

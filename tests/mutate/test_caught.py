@@ -20,16 +20,15 @@ from typing import Any
 
 import pytest
 
-from contrastile.backends.contract import Backend
 from contrastile.backends.registry import load
 from contrastile.mutate.registry import EXCHANGE, FACE, PACKAGE, Mutant, Patch, every
 from contrastile.mutate.run import Target
-from contrastile.mutate.wrappers import WRAPPERS
 from contrastile.verify.command import add_arguments
 from contrastile.verify.runner import Row, Run
 from contrastile.verify.selection import Selection
 from contrastile.verify.worlds import Threads
 
+WRAPPED = "contrastile.mutate.wrappers"
 RECORD = Path(__file__).resolve().parents[2] / "docs" / "results" / "mutants.json"
 COMPONENTS = ("contract", *FACE, "schedule", EXCHANGE, "numpy", "torch")
 OF_A_PROCESS = ("hangs", "exits-with-0", "leaves-with-0", "dies-by-a-signal", "prints", "all-but-32-rows-refused")
@@ -89,30 +88,30 @@ def bare(found: Any, name: str) -> Any:
     return found
 
 
-def recorded(backend: Backend, mutant: Mutant) -> Iterator[Row]:
+def recorded(backend: str, mutant: Mutant) -> Iterator[Row]:
     """What verify says in the check that caught a mutant."""
     case, prop, dtype = (CAUGHT_BY[mutant.name][key] for key in ("case", "property", "dtype"))
     dtype, _, precision = dtype.partition("/")
     return checked(backend, mutant, cases=[case], properties=[prop], dtypes=[dtype], precisions=[precision or "ieee"])
 
 
-def checked(backend: Backend, mutant: Mutant, **chosen: Any) -> Iterator[Row]:
+def checked(backend: str, mutant: Mutant, **chosen: Any) -> Iterator[Row]:
     """What verify says, in the world of a mutant's component; by the mutant's own checks where none are chosen."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     own = parser.parse_args([*Target().world(mutant), *mutant.checks])
     chosen = chosen or {"cases": own.case, "properties": own.property, "dtypes": own.dtype or ["float32"]}
     world = None if own.world is None else Threads(int(own.world))
-    return Run(Selection({backend.name: backend}, world=world, device="cpu", **chosen)).rows()
+    return Run(Selection({backend: load(backend)}, world=world, device="cpu", **chosen)).rows()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = load(base(mutant))
+    backend = base(mutant)
     if mutant.patch is not None:
         plant(mutant.patch, monkeypatch)
     else:
-        backend = WRAPPERS[mutant.defect].plant(backend)
+        backend = f"{WRAPPED}:{mutant.defect}@{backend}"
     # the record may be older than the mutant, or than the check
     first = recorded(backend, mutant) if mutant.name in CAUGHT_BY and not mutant.checks else ()
     for row in chain(first, checked(backend, mutant)):
@@ -132,7 +131,7 @@ CHECKS = {
 
 @pytest.mark.parametrize("mutant", CHECKS.values(), ids=map(" ".join, CHECKS))
 def test_the_correct_code_passes_what_caught_a_mutant(mutant: Mutant) -> None:
-    assert [row["status"] for row in recorded(load(base(mutant)), mutant)] == ["pass"]
+    assert [row["status"] for row in recorded(base(mutant), mutant)] == ["pass"]
 
 
 NAMED = {each.checks: each for each in MUTANTS if each.checks}
@@ -140,7 +139,7 @@ NAMED = {each.checks: each for each in MUTANTS if each.checks}
 
 @pytest.mark.parametrize("mutant", NAMED.values(), ids=map(" ".join, NAMED))
 def test_the_correct_code_passes_what_a_mutant_names(mutant: Mutant) -> None:
-    rows = list(checked(load(base(mutant)), mutant))
+    rows = list(checked(base(mutant), mutant))
     assert rows
     assert not [row for row in rows if row["status"] != "pass"]
 
@@ -149,5 +148,5 @@ def test_a_change_of_nothing_is_not_caught(monkeypatch: pytest.MonkeyPatch) -> N
     harmless = Mutant("numpy:harmless", "", Patch("backends/numpy/__init__.py", "in a fixed order", "in one order"))
     assert harmless.patch is not None
     plant(harmless.patch, monkeypatch)
-    rows = checked(load("numpy"), harmless, cases=["ragged"], dtypes=["float32"])
+    rows = checked("numpy", harmless, cases=["ragged"], dtypes=["float32"])
     assert {row["status"] for row in rows} <= {"pass", "skip"}

@@ -66,12 +66,6 @@ def test_the_logits_are_where_the_names_say(dtype: str) -> None:
     assert np.diag(hot.row.p).min() < 0.1 < 0.999 < np.diag(hot.row.p).max()
 
 
-def test_exact_is_the_same_in_every_dtype() -> None:
-    found = [arrays(build("exact", dtype).problem) for dtype in DTYPES]
-    assert all(np.array_equal(each[field], found[0][field]) for each in found for field in each)
-    assert set(np.unique(found[0]["rows"])) == {-1.0, 0.0, 1.0}
-
-
 def test_masks_do_something() -> None:
     for name in ("ids-drop", "sigmoid-ids", "signed-zero-weights", "wordnet@100", "labels", "self-excluded"):
         _, exact = of(name)
@@ -81,18 +75,6 @@ def test_masks_do_something() -> None:
     assert labels.max() > 1
     _, silent = of("signed-zero-weights")
     assert (~silent.admitted.any(axis=1)).sum() > 1
-
-
-def test_shapes_are_the_ones_promised() -> None:
-    shapes = {name: of(name)[1].x.shape for name in ("ragged", "square-ragged", "zero-rows", "one-row", "one-column")}
-    assert shapes["ragged"] == (33, 47)
-    assert shapes["square-ragged"] == (41, 41)
-    assert shapes["zero-rows"][0] == 0
-    assert shapes["one-row"][0] == shapes["one-column"][1] == 1
-    assert [len(block) for block in build("blocks", "float32").problem.columns] == [31, 0, 9]
-    assert build("deep", "float32").problem.rows.shape[1] == 1024
-    assert build("deep@1000", "float32").problem.rows.shape[1] == 1000
-    assert of("zero-rows")[1].outcome.loss == 0
 
 
 def test_an_unknown_case_is_refused() -> None:

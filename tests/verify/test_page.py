@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import html
-import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -110,42 +108,3 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "the property growth did not run" in text
     assert main([*words, "--report", str(tmp_path / "no" / "report.html")]) == 2
     assert "cannot write" in capsys.readouterr().err
-
-
-LOOK = """<script>
-const seen = [...document.querySelectorAll("svg polyline")].filter(x => x.getBoundingClientRect().width > 10).length;
-const found = {inner: innerWidth, scroll: document.documentElement.scrollWidth, seen: seen};
-found.paper = getComputedStyle(document.body).backgroundColor;
-parent.document.body.setAttribute("data-found", JSON.stringify(found));
-</script>"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("width", "dark"), [(390, False), (1200, True)])
-def test_a_browser_shows_the_plots_without_errors_or_sideways_scroll(
-    width: int, dark: bool, tmp_path: Path, chromium: str
-) -> None:
-    found = failed(backend="a_module_of_somebody.with_a_long_name:backend", case="hot")
-    many = [
-        row(dtype=dtype, property=name)
-        for dtype in ("float32/split", "bfloat16")
-        for name in ("poisoned-memory", "plain")
-    ]
-    # the page itself has no script: the copy's one looks, and an error of the page's would be printed
-    text = report(found.row, *many, failures=(found,)).replace("</body>", f"{LOOK}</body>")
-    # a window has a smallest width, and a frame none
-    frame = f'<iframe srcdoc="{html.escape(text)}" style="border: 0; width: {width}px; height: 800px"></iframe>'
-    path = tmp_path / "page.html"
-    path.write_text(f"<!doctype html><title>frame</title><body>{frame}</body>", encoding="utf-8")
-    command = [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1300,900"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--dump-dom", path.as_uri()]
-    command += ["--blink-settings=preferredColorScheme=0"] if dark else []
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
-    assert "CONSOLE" not in ended.stderr
-    (told,) = re.findall(r'<body data-found="([^"]*)"', ended.stdout)
-    looked = json.loads(html.unescape(told))
-    assert looked["inner"] == width
-    assert looked["scroll"] <= width
-    # the legend's lines and every plot's
-    assert looked["seen"] == len(plots.LINES) * (1 + len(AXES))
-    assert (looked["paper"] == "rgb(255, 255, 255)") is not dark

@@ -13,7 +13,6 @@ from contrastile.verify.comparison import Worst
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Run
 from contrastile.verify.selection import DTYPES, Selection
-from contrastile.verify.strategies import Recipe
 
 NUMPY = load("numpy")
 FIELDS = {"backend", "property", "case", "dtype", "device", "world", "ratio", "excess", "status", "reason"}
@@ -160,12 +159,6 @@ def test_facts_looser_than_a_plain_computation_s_are_refused(loose):
     assert "must be at most" in row["reason"]
 
 
-def test_rows_do_not_depend_on_what_else_is_run():
-    both = rows_of(cases=["ragged", "smoke"], properties=["permutation", "value"], dtypes=["float32", "float64"])
-    (one,) = rows_of(cases=["smoke"], properties=["permutation"], dtypes=["float64"])
-    assert one in both
-
-
 # at long sums of float32, far inside the bound that is derived
 @pytest.mark.parametrize(("lost", "status"), [(0.0, "pass"), (6e-6, "fail")])
 def test_long_sums_that_lose_digits_are_seen_by_the_second_gate(lost, status):
@@ -178,27 +171,6 @@ def test_long_sums_that_lose_digits_are_seen_by_the_second_gate(lost, status):
     backends = {"numpy": replace(NUMPY, gradients=gradients)}
     chosen = Selection(backends, cases=["long-sums"], properties=["plain"], dtypes=["float32"])
     assert [row["status"] for row in Run(chosen).rows()] == [status]
-
-
-def test_a_drawn_failure_is_shrunk_and_its_command_names_it():
-    def gradients(block, weights, rows, columns, options):
-        NUMPY.gradients(block, weights, rows, columns, options)
-        if rows is not None and len(block.rows) >= 3 and len(block.columns) >= 2:
-            rows += 1.0
-
-    broken = replace(NUMPY, gradients=gradients)
-    run = Run(Selection({"broken": broken}, ["drawn"], dtypes=["float64"], examples=50))
-    (row,) = run.rows()
-    (failure,) = run.failures
-    assert (row["case"], row["status"]) == ("drawn", "fail")
-    smallest = Recipe.parse(failure.label)
-    assert (smallest.m, smallest.kind) == (3, "softmax")
-    assert f"'{failure.label}'" in failure.command or failure.label in failure.command
-    again = Run(Selection({"broken": broken}, [failure.label], dtypes=["float64"]))
-    assert [r["reason"] for r in again.rows()] == [row["reason"]]
-    assert [r["status"] for r in Run(Selection({"numpy": NUMPY}, [failure.label], dtypes=["float64"])).rows()] == [
-        "pass"
-    ]
 
 
 def test_float32_runs_in_every_precision_that_a_backend_names():
@@ -276,10 +248,3 @@ def test_a_backend_that_refuses_most_problems_is_no_pass():
     (line,) = report.gaps(rows)
     assert line.startswith(f"choosy: refused {len(small) - 1} of {len(small)} in float32")
     assert line.endswith("m must be 32")
-
-
-def test_progress_counts_every_row():
-    seen = []
-    run = Run(Selection({"numpy": NUMPY}, ["one-row"], ["value", "shift"], DTYPES), lambda *step: seen.append(step))
-    rows = list(run.rows())
-    assert [step[:2] for step in seen] == [(i + 1, len(rows)) for i in range(len(rows))]

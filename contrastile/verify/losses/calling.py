@@ -193,6 +193,46 @@ def aliases(trial: LossTrial) -> Comparisons:
         gradient = np.array(trial.loss.arrays.to_numpy(joined.grad), dtype=np.float64)
         found = replace(found, features=(gradient[:b], gradient[b:]))
     yield "halves of one storage", trial.compare(found, trial.fields)
+    yield from _of_one_storage(trial)
+
+
+_LARGE = 1088, 16
+"""Products of this shape with their own transpose are not symmetric in a common BLAS."""
+
+
+def _of_one_storage(trial: LossTrial) -> Comparisons:
+    """Features that are views of one array. A square and its transpose have one address, and other strides."""
+    case, claims, arrays = trial.case, trial.loss.claims, trial.loss.arrays
+    if not claims.strided:
+        return
+    sizes = [case.arguments.features[0].shape]
+    if case.dtype == "float64" and case.facts is not None and claims.objective == "clip_loss":
+        sizes.append(_LARGE)
+    for b, d in sizes:
+        width = d if (b, d) == _LARGE else max(b, d)
+        base = round_to(np.random.default_rng([b, d]).standard_normal((2 * b, width)) / d**0.5, case.dtype)
+        memory = arrays.asarray(base.copy(), case.dtype, prepared(trial).leaves[0])
+        for label, views in _VIEWS.items():
+            expected, given = views(base, b, d), views(memory, b, d)
+            if expected[0].shape != expected[1].shape or claims.width(expected[0].shape[1]) != expected[0].shape[1]:
+                continue
+            here = trial.other(replace(case, arguments=replace(case.arguments, features=expected)))
+            call = prepared(here)
+            for x, leaf in zip(given, call.leaves, strict=True):
+                if getattr(leaf, "requires_grad", False):
+                    x.requires_grad_()
+            call.leaves = call.passed = list(given)
+            yield f"{label}, {b} x {expected[0].shape[1]}", here.compare(call.finish(call()), trial.fields)
+
+
+_VIEWS: dict[str, Callable[[Array, int, int], tuple[Array, Array]]] = {
+    "one storage": lambda x, b, d: (x[:b, :d], x[:b, :d]),
+    "one row apart": lambda x, b, d: (x[:b, :d], x[1 : b + 1, :d]),
+    "every other row": lambda x, b, d: (x[: 2 * b : 2, :d], x[:b, :d]),
+    "a square and its transpose": lambda x, b, d: (x[:b, :b], x[:b, :b].T),
+    "a transpose and its square": lambda x, b, d: (x[:b, :b].T, x[:b, :b]),
+}
+"""Pairs of matrices of b rows in one array."""
 
 
 def _added(x: Outcome) -> Any:

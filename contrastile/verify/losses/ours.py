@@ -24,7 +24,7 @@ _ARRAYS = (
 )
 _AUTOGRAD = ("value", "upstream", "leaves", "retained", "autocast", "settings")
 _ONCE = ("repeats", "leaks", "sizes")
-_EVERY_DTYPE = ("value", "upstream", "autocast", "numbers", "inputs-kept", "strided")
+_EVERY_DTYPE = ("value", "upstream", "autocast", "numbers", "inputs-kept", "strided", "interleaved", "aliases")
 """The properties that a dtype may change; the others hold in float32, and then in every dtype."""
 
 
@@ -361,7 +361,9 @@ OF_ARRAYS = (
 OF_TENSORS = (
     Interface("autograd", function, (*_AUTOGRAD, *_ARRAYS)),
     Interface(f"values in blocks of {_BLOCK}", partial(blocked, both), ("interleaved",), _RETURNED, block=_BLOCK),
-    Interface(f"blocks of {_BLOCK}", partial(blocked, function), (*_AUTOGRAD, "interleaved", "sizes"), block=_BLOCK),
+    Interface(
+        f"blocks of {_BLOCK}", partial(blocked, function), (*_AUTOGRAD, "interleaved", "aliases", "sizes"), block=_BLOCK
+    ),
     Interface("torch.func.grad", functional, ("refusals",), (*_RETURNED, ("negatives", False))),
     Interface("a dispatch mode", dispatched, (), _RETURNED),
     Interface("nn", module, (*_AUTOGRAD, "numbers", "interleaved", "threads"), (), _PAIRS),

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -203,64 +203,49 @@ def main() -> None:
     found: Results = {}
     for size in claims.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            found[size] = _world(pickled, name, claims, seconds, size, Path(folder))
+            found[size] = _world((pickled, name, claims), seconds, size, Path(folder))
     answer.write(pickle.dumps(found))
     answer.close()
     os._exit(0)
 
 
-def _world(
-    pickled: bytes | None, name: str, claims: Claims, seconds: float, size: int, folder: Path
-) -> dict[str, Result] | str:
+def _world(given: tuple[Any, ...], seconds: float, size: int, folder: Path) -> dict[str, Result] | str:
     """What a world of this size found, or the first error of one of its ranks."""
-    running: dict[int, int] = {}
-    for rank in range(size):
-        child = os.fork()
-        if not child:
-            _rank(pickled, name, claims, rank, size, folder)
-        running[child] = rank
+    multiprocessing: Any = importlib.import_module("torch.multiprocessing")
+    context = multiprocessing.start_processes(_rank, (given, size, folder), size, join=False, start_method="fork")
     end = time.monotonic() + seconds
     try:
-        while running:
-            # all of them: who is gone was so before those that waited for it failed
-            ended = {
-                running[child]: status for child in running for pid, status in [os.waitpid(child, os.WNOHANG)] if pid
-            }
-            running = {child: rank for child, rank in running.items() if rank not in ended}
-            for rank, status in ended.items():
-                if not (folder / f"ended{rank}").exists():
-                    return f"rank {rank} {ending(os.waitstatus_to_exitcode(status))}"
-            if any(ended.values()):
-                return min(folder.glob("error*"), key=lambda path: path.stat().st_mtime_ns).read_text()
+        while not context.join(max(0.0, end - time.monotonic())):
             if time.monotonic() > end:
                 return f"the ranks took longer than {seconds:g} s"
-            if not ended:
-                time.sleep(0.01)
+    except multiprocessing.ProcessExitedException as error:
+        return f"rank {error.error_index} {ending(context.processes[error.error_index].exitcode)}"
+    except multiprocessing.ProcessRaisedException:
+        # a rank that is gone was so before those that waited for it raised; the others were then terminated
+        codes = {rank: process.exitcode for rank, process in enumerate(context.processes)}
+        for rank, code in codes.items():
+            if code not in (None, -signal.SIGTERM) and not (folder / f"error{rank}").exists():
+                return f"rank {rank} {ending(code)}"
+        return min(folder.glob("error*"), key=lambda path: path.stat().st_mtime_ns).read_text()
     finally:
-        for child in running:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+        for process in context.processes:
+            process.kill()
+            process.join()
     results: dict[str, Result] = pickle.loads((folder / "found").read_bytes())
     return results
 
 
-def _rank(pickled: bytes | None, name: str, claims: Claims, rank: int, size: int, folder: Path) -> NoReturn:
+def _rank(rank: int, given: tuple[Any, ...], size: int, folder: Path) -> None:
     """One rank, from its fork to its end."""
-    code = 1
+    pickled, name, claims = given
     try:
         loss = Loss.of(name if pickled is None else pickle.loads(pickled), claims, name=name)
         found = _as_rank(loss, rank, size, folder)
-        if rank == 0:
-            (folder / "found").write_bytes(pickle.dumps(found))
-        code = 0
     except BaseException as error:
-        draft = folder / f"draft{rank}"
-        draft.write_text(f"rank {rank} raised {one_line(error)}")
-        draft.rename(folder / f"error{rank}")
-    finally:
-        (folder / f"ended{rank}").touch()
-        # no finaliser may wait for a rank that is gone
-        os._exit(code)
+        (folder / f"error{rank}").write_text(f"rank {rank} raised {one_line(error)}")
+        raise
+    if rank == 0:
+        (folder / "found").write_bytes(pickle.dumps(found))
 
 
 def _as_rank(loss: Loss, rank: int, size: int, folder: Path) -> dict[str, Result]:
