@@ -90,14 +90,6 @@ def test_a_place_that_is_not_the_group_s_is_refused_on_every_rank(wrong_rank: in
     assert re.match(r"rank \d: rank and world_size must be those of the group, where this is rank \d of 3, got ", said)
 
 
-def test_biases_are_taken_as_open_clip_takes_them() -> None:
-    image, text, scale = leaves(IMAGE, TEXT, S)
-    plain = contrastile.nn.ClipLoss()(image, text, scale)
-    assert torch.equal(contrastile.nn.ClipLoss()(image, text, scale, logit_bias=BETA), plain)
-    none, zero = (contrastile.nn.SigLipLoss()(image, text, scale, bias) for bias in (None, 0.0))
-    assert torch.equal(none, zero)
-
-
 @pytest.mark.parametrize(("module", "loss", "args"), CASES)
 def test_a_module_is_one_graph(module: Any, loss: Any, args: tuple[Any, ...]) -> None:
     made, inputs = module(), leaves(*args)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from contrastile.comm import nccl
-from contrastile.comm.driver import DriverError, Gpu
+from contrastile.comm.driver import Gpu
 from contrastile.comm.nccl import NCCL, NCCLChannel, NCCLError
 from contrastile.comm.watchdog import Watchdog
 
@@ -67,24 +67,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Made]:
         return library
 
     return make
-
-
-def test_without_a_driver_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(ctypes, "CDLL", missing)
-    with pytest.raises(DriverError, match=r"no CUDA driver: .*cannot open"):
-        Gpu(0)
-
-
-def test_an_old_driver_and_a_call_that_fails_are_named(made: Callable[..., Made]) -> None:
-    made(lacks="cuStreamIsCapturing")
-    with pytest.raises(DriverError, match="the CUDA driver has no cuStreamIsCapturing"):
-        Gpu(0).capturing(0)
-    made(cuStreamCreateWithPriority=217)
-    with pytest.raises(DriverError, match="cuStreamCreateWithPriority gave error 217"):
-        Gpu(0).stream()
 
 
 @pytest.fixture
