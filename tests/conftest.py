@@ -2,11 +2,9 @@
 
 import contextlib
 import os
-import shutil
 import sys
 
 import pytest
-from interpreting import patch_once
 
 # Triton fixes at its import whether kernels are interpreted; make test-gpu sets 0
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -23,25 +21,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_collection_finish() -> None:
-    """Spare the interpreter, where a test file has imported it."""
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is not None:
-        patch_once(interpreter)
-
-
 @pytest.fixture(autouse=True)
 def unprepared() -> None:
     """No call is known from a test before: its backend may have been another."""
     prepared = sys.modules.get("contrastile.autograd.prepared")
     if prepared is not None:
         prepared.CALLS.prepared.clear()
-
-
-@pytest.fixture(scope="session")
-def chromium() -> str:
-    """The browser that pages are looked at with."""
-    found = shutil.which("chromium") or shutil.which("chromium-browser")
-    if found is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
-    return found

@@ -108,19 +108,6 @@ def test_a_version_is_found_without_importing(monkeypatch: pytest.MonkeyPatch, t
     assert environment.version("pytest") == pytest.__version__
 
 
-@pytest.mark.parametrize("nvidia", [True, False])
-def test_a_backend_for_gpus_alone_is_missing_not_broken_where_there_is_none(
-    nvidia: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "_place", lambda implementation: ("cuda", "float32"))
-    monkeypatch.setattr(doctor, "torch_sees_a_gpu", lambda: False)
-    monkeypatch.setattr(doctor, "_nvidia", lambda: nvidia)
-    found = only(monkeypatch, BUILT_IN["torch"], name="torch")
-    remedy = "install a CUDA build of torch" if nvidia else ""
-    assert (found.state, found.detail) == ("missing", "runs on cuda, and torch sees no GPU here")
-    assert found.remedy == remedy
-
-
 def test_packages_for_nvidia_gpus_are_recommended_only_where_there_is_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

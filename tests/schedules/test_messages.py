@@ -161,14 +161,6 @@ def test_a_gather_sends_few_messages(n: int) -> None:
         }
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_gradients_of_several_blocks_share_no_memory(n: int) -> None:
-    for _, found in outcome(n, "blocks"):
-        first, _, last = found.columns
-        assert not np.shares_memory(first, last)
-        assert first.base is None or first.base.shape == first.shape
-
-
 def computed(n: int, exchange: str, case: str = "views") -> list[tuple[list[int], Any]]:
     """The areas of the blocks of each rank's forward and of its backward, and its messages."""
     parts = Cut.of_itself(cases.build(case, "float64").problem, [1] * n)
