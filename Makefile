@@ -118,13 +118,10 @@ errors: $(STAMPS)-test
 $(STAMPS)-verify: EXTRAS = torch,verify
 $(STAMPS)-test: EXTRAS = test
 $(STAMPS)-test-slow: EXTRAS = test-slow
-# without torchvision, whose wheels need the torch of the same CUDA; tests/integrations has what stands in for it
-$(STAMPS)-test-slow: BESIDE = open_clip_torch
 $(STAMPS)-docs: EXTRAS = docs
 
 $(STAMPS)-%: pyproject.toml $(PINS) | $(BIN)/python
 	$(INSTALL) -e '.[$(EXTRAS)]'
-	$(if $(BESIDE),$(INSTALL) --no-deps $(BESIDE))
 	touch $@
 
 # some systems ship Python without ensurepip: then the system's own pip fills the environment

@@ -5,7 +5,6 @@ import os
 import sys
 
 import pytest
-from interpreting import patch_once
 
 # Triton fixes at its import whether kernels are interpreted; make test-gpu sets 0
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -20,13 +19,6 @@ with contextlib.suppress(ImportError):
 # one process a core: threads that wait for each other on a busy machine cost more than small problems do
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-def pytest_collection_finish() -> None:
-    """Spare the interpreter, where a test file has imported it."""
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is not None:
-        patch_once(interpreter)
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,6 @@ from contrastile import autograd, problems
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Options
 from contrastile.plan import Plan
-from contrastile.verify.arithmetic import gamma
-from contrastile.verify.rounding import UNIT
 
 B, D = 23, 17
 Loss = Callable[..., Tensor]
@@ -116,31 +114,6 @@ def test_the_default_device_is_not_that_of_the_features(loss: Loss, backend: str
         got = gradients(found, *leaves)
     assert torch.equal(found, expected)
     assert all(map(torch.equal, got, wanted))
-
-
-VIEWS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-    "overlapping": lambda x: (x[:B], x[1 : B + 1]),
-    "every other row": lambda x: (x[: 2 * B : 2], x[:B]),
-    "one row repeated": lambda x: (x[:1].expand(B, -1), x[:B]),
-    "a matrix and its transpose": lambda x: (x[:D, :D], x[:D, :D].T),
-    "columns first": lambda x: (x[:B].T.contiguous().T, x[B : 2 * B]),
-}
-
-
-@pytest.mark.parametrize("views", VIEWS.values(), ids=VIEWS)
-@pytest.mark.parametrize("loss", [clip, nt_xent, sigmoid])
-def test_views_of_one_storage_have_the_loss_and_gradients_of_copies(
-    loss: Loss, views: Callable[[Tensor], tuple[Tensor, Tensor]]
-) -> None:
-    base, s = features(2 * B), 9.0
-    apart = [x.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for x in views(base)]
-    expected = loss(*apart, number(s), "torch")
-    (through,) = torch.autograd.grad(views(base), base, gradients(expected, *apart))
-    found = loss(*views(base), number(s), "torch")
-    # as in tests/test_switching.py, for two views
-    allowed = 2 * 2 * B * s * gamma(UNIT["float64"] * (D + 4 * B + 16)) * (2 + 4 * s)
-    assert abs(found - expected).item() <= allowed
-    assert (gradients(found, base)[0] - through).abs().max().item() <= allowed
 
 
 def test_the_default_dtype_is_not_that_of_the_loss() -> None:

@@ -39,13 +39,6 @@ def only(monkeypatch: pytest.MonkeyPatch, entry: Known, missing: str | None = No
     return next(doctor.examine())
 
 
-def test_a_missing_backend_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = Known("it", ("nowhere_to_be_found",), "pip install it")
-    found = only(monkeypatch, entry, entry.missing())
-    assert (found.state, found.detail) == ("missing", "nowhere_to_be_found cannot be imported")
-    assert found.remedy == "pip install it"
-
-
 def unavailable(reason: str, cause: Exception | None = None) -> BackendUnavailableError:
     error = BackendUnavailableError(f"backend 'cupy' is not available: {reason}")
     error.__cause__ = cause
@@ -97,23 +90,6 @@ def test_what_was_found_before_an_interruption_is_shown(
     assert said.err == "contrastile doctor: interrupted; this is what was found until then\n"
 
 
-def test_a_file_that_can_no_longer_be_written_is_said_after_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    there = tmp_path / "there"
-    there.mkdir()
-
-    def removing() -> Iterator[doctor.Finding]:
-        there.rmdir()
-        yield doctor.Finding("backend", "it", "ok", "fast")
-
-    monkeypatch.setattr(doctor, "examine", removing)
-    assert run("--json", str(there / "doctor.json")) == 2
-    said = capsys.readouterr()
-    assert "works here: it" in said.out
-    assert said.err == f"contrastile doctor: cannot write {there}/doctor.json: No such file or directory\n"
-
-
 def test_a_backend_that_is_wrong_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = doctor.peers.ours
     monkeypatch.setattr(doctor.peers, "ours", lambda name: ours("numpy"))
@@ -124,35 +100,12 @@ def test_a_backend_that_is_wrong_is_said_to_be(monkeypatch: pytest.MonkeyPatch) 
     assert found.remedy == "contrastile verify --backend it"
 
 
-@pytest.mark.slow
-def test_a_missing_package_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "version", lambda name: None)
-    monkeypatch.setattr(doctor, "_nvidia", lambda: True)
-    packages = [each for each in doctor.examine() if each.kind == "package"]
-    assert {each.state for each in packages} == {"missing"}
-    assert all(each.remedy.startswith("pip install 'contrastile[") for each in packages)
-    assert run() == 0
-
-
 def test_a_version_is_found_without_importing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "explosive.py").write_text("raise RuntimeError('imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert environment.version("explosive") == "of unknown version"
     assert environment.version("nowhere_to_be_found") is None
     assert environment.version("pytest") == pytest.__version__
-
-
-@pytest.mark.parametrize("nvidia", [True, False])
-def test_a_backend_for_gpus_alone_is_missing_not_broken_where_there_is_none(
-    nvidia: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "_place", lambda implementation: ("cuda", "float32"))
-    monkeypatch.setattr(doctor, "torch_sees_a_gpu", lambda: False)
-    monkeypatch.setattr(doctor, "_nvidia", lambda: nvidia)
-    found = only(monkeypatch, BUILT_IN["torch"], name="torch")
-    remedy = "install a CUDA build of torch" if nvidia else ""
-    assert (found.state, found.detail) == ("missing", "runs on cuda, and torch sees no GPU here")
-    assert found.remedy == remedy
 
 
 def test_packages_for_nvidia_gpus_are_recommended_only_where_there_is_one(

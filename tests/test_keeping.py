@@ -104,13 +104,6 @@ def test_what_is_kept_reaches_the_backward_and_is_freed_with_the_graph(keeping: 
     assert all(torch.isfinite(x).all() for x in found)
 
 
-def test_a_loss_that_nobody_differentiates_frees_it_too(keeping: Keeping) -> None:
-    value = clip(*towers())
-    assert keeping.alive == 1
-    del value
-    assert keeping.alive == 0
-
-
 def test_twice_through_one_graph_it_is_the_same_memory(keeping: Keeping) -> None:
     leaves = towers()
     value = clip(*leaves)
@@ -150,29 +143,3 @@ def test_only_a_loss_whose_towers_both_learn_keeps(frozen: str, keeping: Keeping
     if frozen in ("image", "text"):
         value.backward()
         assert all((leaf.grad is None) == (name == frozen) for name, leaf in leaves.items())
-
-
-def test_several_column_blocks_keep_nothing(keeping: Keeping) -> None:
-    image, text, scale = towers()
-    value = contrastile.info_nce(image, text, scale, negatives=[text[:3].detach()], backend="torch")
-    assert set(keeping.asked) == {"lse"}
-    value.backward()
-    assert keeping.seen == []
-
-
-def test_value_and_grad_keeps_for_as_long_as_it_takes(keeping: Keeping) -> None:
-    image, text, scale = (x.detach() for x in towers())
-    _, by_hand = contrastile.value_and_grad(contrastile.clip_loss, backend="torch")(image, text, scale)
-    assert (keeping.asked, keeping.seen, keeping.alive) == (["keeping"], [UNTOUCHED], 0)
-    leaves = towers()
-    by_autograd = torch.autograd.grad(clip(*leaves), leaves)
-    assert all(torch.equal(a, b) for a, b in zip(by_hand, by_autograd, strict=True))
-    contrastile.clip_loss(image, text, scale, backend="torch")
-    assert keeping.asked[-1] == "lse"
-
-
-def test_a_backend_that_keeps_nothing_is_asked_for_less(keeping: Keeping) -> None:
-    keeping.backend = replace(keeping.backend, keeping=None)
-    leaves = towers()
-    torch.autograd.grad(clip(*leaves), leaves)
-    assert (keeping.asked, keeping.seen) == (["lse"], [None])

@@ -109,14 +109,6 @@ def test_coca_has_the_loss_of_the_captions_too() -> None:
     assert contrastile.nn.CoCaLoss(2.0, 0)(None, None, logits, labels, scale) == (0.0, caption)
 
 
-def test_biases_are_taken_as_open_clip_takes_them() -> None:
-    image, text, scale = leaves(IMAGE, TEXT, S)
-    plain = contrastile.nn.ClipLoss()(image, text, scale)
-    assert torch.equal(contrastile.nn.ClipLoss()(image, text, scale, logit_bias=BETA), plain)
-    none, zero = (contrastile.nn.SigLipLoss()(image, text, scale, bias) for bias in (None, 0.0))
-    assert torch.equal(none, zero)
-
-
 @pytest.mark.parametrize(("module", "loss", "args"), CASES)
 def test_a_module_is_one_graph(module: Any, loss: Any, args: tuple[Any, ...]) -> None:
     made, inputs = module(), leaves(*args)

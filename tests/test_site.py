@@ -25,20 +25,6 @@ def make_captures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("make_captures")
 
 
-def test_a_capture_is_of_a_terminal_in_its_colours_and_fetches_nothing(make_captures: ModuleType) -> None:
-    help_ = make_captures.run("contrastile --help", columns=60)
-    assert max(map(len, help_.splitlines())) <= 60
-    assert "verify" in help_
-    text = make_captures.draw("x", "contrastile plan --batch 8 --dim 4", "a \033[1;32mfits\033[0m <b>\n")
-    root = ElementTree.fromstring(text)
-    words = [(element.text, element.get("class")) for element in root.findall(".//{*}text")]
-    (green,) = (kind for word, kind in words if word == "fits")
-    assert f".{green} {{ fill: #69db7c;font-weight: bold }}" in text
-    assert "://" not in text.replace("http://www.w3.org/2000/svg", "")
-    with pytest.raises(RuntimeError, match=r"ended with 2: [^$]*nope"):
-        make_captures.run("contrastile nope")
-
-
 def test_a_capture_that_names_this_machine_is_refused(make_captures: ModuleType) -> None:
     make_captures.refuse("torch 2.13.0, /absolute/path")
     with pytest.raises(ValueError, match="must not name this machine"):

@@ -5,15 +5,13 @@ What the kernels then compute is held to the oracle on a GPU.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from cupy_hosted import KINDS, block, hosted, sums, weights
 
 pytest.importorskip("ml_dtypes")
 
-from contrastile.backends.contract import BackendUnavailableError, Options, UnsupportedProblemError
+from contrastile.backends.contract import Options
 from contrastile.backends.cupy.configs import Shares, kept_rows, kept_stride
 
 # the second has kernels of its own where rows are alone
@@ -54,29 +52,6 @@ def test_only_what_is_in_the_table_is_launched(
         assert families == ({"forward_sm80"} if dtype == "float32" else {"forward_sm80", "forward_sm90"})
 
 
-def test_refusals_give_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    with hosted() as host:
-        given = block(host, SHAPE, "float32")
-        with pytest.raises(UnsupportedProblemError, match="float64"):
-            host.record.backend.check(replace(given, rows=given.rows.astype("float64")))
-        with pytest.raises(UnsupportedProblemError, match="at least one column"):
-            host.record.backend.check(replace(given, rows=given.rows[:, :0], columns=given.columns[:, :0]))
-        monkeypatch.setenv("CONTRASTILE_CUPY_KERNELS", "sm70")
-        with pytest.raises(ValueError, match="CONTRASTILE_CUPY_KERNELS must be sm80 or unset, got 'sm7"):
-            host.record.backend.lse(block(host, SHAPE), True, Options())
-
-
-def test_without_a_gpu_the_error_says_so() -> None:
-    with hosted() as host:
-
-        def none() -> int:
-            raise host.record.cupy.cuda.runtime.CUDARuntimeError("no driver")
-
-        host.record.cupy.cuda.runtime.getDeviceCount = none
-        with pytest.raises(BackendUnavailableError, match=r"reaches no NVIDIA GPU \(no driver\); use a machine"):
-            host.record.require_gpu()
-
-
 @pytest.mark.parametrize("multiprocessors", [1, 7, 132])
 @pytest.mark.parametrize("columns", [1, 2, 5, 131, 300])
 @pytest.mark.parametrize("rows", [1, 2, 3, 100, 131, 133, 400])
@@ -109,24 +84,3 @@ def test_no_more_blocks_have_a_part_of_a_tile_row(rows: int, columns: int, multi
 def test_whole_units_of_rows_are_kept(m: int, n: int, mib: int, rows: int) -> None:
     assert kept_rows(m, n, mib * 2**20) == rows
     assert 2 * rows * kept_stride(n) <= mib * 2**20
-
-
-def test_what_is_kept_is_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    m, n, d = 901, 1037, 136
-    with hosted() as host:
-        backend = host.record.backend
-
-        def says(options: Options, dtype: str = "bfloat16") -> tuple[bool, float]:
-            """Whether anything is kept, and the rounding of G."""
-            kept = backend.keeping(block(host, (m, n, d), dtype), True, options).kept
-            assert backend.keeps(m, n, dtype, "cuda", options) == (0 if kept is None else kept.nbytes)
-            return kept is not None, backend.accuracy(dtype, "cuda", options).gradient_rounding
-
-        assert says(Options(keep=0)) == (False, 2.0**-8)
-        assert says(Options(keep=1)) == says(Options(keep=3)) == (True, 2 * 2.0**-8 + 2.0**-16)
-        assert says(Options(keep=3), "float16") == (False, 2.0**-11)
-        assert says(Options(keep=3), "float32") == (False, 0.0)
-        assert not backend.keeps(m, 0, "bfloat16", "cuda", Options(keep=3))
-        assert not backend.keeps(m, n, "bfloat16", "cuda", Options(keep=3, tile=(1000, 1000)))
-        monkeypatch.setenv("CONTRASTILE_CUPY_KERNELS", "sm80")
-        assert says(Options(keep=3)) == (False, 2.0**-8)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from textwrap import dedent
 from typing import Any
 
@@ -18,16 +18,12 @@ from torch import Tensor
 
 import contrastile
 import contrastile.backends.torch
-from contrastile import compute, plan
-from contrastile.backends.arrays import library_of
+from contrastile import plan
 from contrastile.backends.contract import Block, Options, Pairs, SideWeights, Weights
-from contrastile.backends.registry import load
 from contrastile.backends.torch import backend, gradients, products, statistics
 from contrastile.backends.torch.kept import CPU_KEEP_MIB, keeps
-from contrastile.backends.torch.tiles import CPU_TILE
 from contrastile.schedules import triangle
-from contrastile.schedules.local import Wanted
-from contrastile.schedules.problem import EqualPairs, Problem
+from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
 from contrastile.verify.cases import Case, build
 from contrastile.verify.comparison import Worst, compare
@@ -70,19 +66,6 @@ def symmetric(block: Block, seed: int = 0) -> tuple[Problem, Truth]:
         positives=positives,
     )
     return problem, truth(problem)
-
-
-def statistics_and_gradients(block: Block, options: Options = RAGGED) -> list[torch.Tensor]:
-    (m, d), n = block.rows.shape, len(block.columns)
-    found = backend.lse(block, True, options)
-    assert found.columns is not None
-    vectors = [*found.rows, *found.columns]
-    half = block.rows.new_full if block.rows.dtype == torch.float64 else block.rows.float().new_full
-    each = (found.rows, m, 0.5), (found.columns, n, 0.25)
-    sides = [SideWeights(*side[:2], half((k,), weight), half((k,), 1.0)) for side, k, weight in each]
-    row, column = (half((size, d), 0.0) for size in (m, n))
-    backend.gradients(block, Weights(*sides), row, column, options)
-    return [*vectors, row, column]
 
 
 def pretend_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,18 +123,6 @@ def test_cases_are_within_their_bounds_by_the_other_methods(
     assert found.ratio < 1, str(found)
 
 
-@pytest.mark.parametrize(("m", "n"), [(0, 5), (5, 0), (0, 0)])
-def test_a_block_without_rows_or_columns_is_the_identity(m: int, n: int) -> None:
-    block = block_of(9, m, n, 4, positives=torch.full((m,), -1))
-    *vectors, row, column = statistics_and_gradients(block)
-    for side, size in ((vectors[:3], m), (vectors[3:], n)):
-        assert [x.tolist() for x in side] == [[-math.inf] * size, [-math.inf] * size, [0.0] * size]
-    assert not row.any()
-    assert not column.any()
-    loss, total = backend.sigmoid(block, torch.ones(m), row, column, Options())
-    assert loss.tolist() == total.tolist() == [0.0] * m
-
-
 @pytest.mark.parametrize("named", [True, False], ids=["by index", "by ids"])
 def test_no_probability_exceeds_1_where_logits_are_rounded_in_another_way(named: bool) -> None:
     # a ring computes its own block whole forward and in two halves backward: a logit of 1e8 may then exceed its L
@@ -172,21 +143,6 @@ def test_no_probability_exceeds_1_where_logits_are_rounded_in_another_way(named:
     assert gradient.norm(dim=1).max() <= 2 * m * 3e3
 
 
-def attempts_recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bool]]:
-    """Whether each shared attempt was good, per primitive."""
-    taken: dict[str, list[bool]] = {"statistics": [], "gradients": []}
-    for module in (statistics, gradients):
-        attempt, name = module._shared, module.__name__.rpartition(".")[2]
-
-        def recorded(*given: Any, attempt: Any = attempt, name: str = name) -> Any:
-            found = attempt(*given)
-            taken[name].append(found is not None)
-            return found
-
-        monkeypatch.setattr(module, "_shared", recorded)
-    return taken
-
-
 def far_apart(low: float, high: float) -> Block:
     """A block whose rows' log-sum-exps lie near ``low`` and ``high``, in nats."""
     block = block_of(2, 21, 29, 8, 1.0)
@@ -197,24 +153,11 @@ def far_apart(low: float, high: float) -> Block:
     return replace(block, rows=rows, columns=columns)
 
 
-ORDINARY = (1.0, 14.3, 100.0, -100.0)
-APART = ((-100.0, 60.0), (-60.0, 100.0), (0.0, 200.0), (-500.0, -300.0))
-
-
-@pytest.mark.parametrize(
-    ("block", "shared"),
-    [*((block_of(1, 33, 47, 64, scale), True) for scale in ORDINARY), *((far_apart(*x), False) for x in APART)],
-    ids=[*map(str, ORDINARY), *map(str, APART)],
-)
-def test_one_exponential_serves_both_sides_unless_sums_lie_too_far_apart(
-    block: Block, shared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem, exact = symmetric(block)
-    taken = attempts_recorded(monkeypatch)
+@pytest.mark.parametrize("apart", [(-100.0, 60.0), (-60.0, 100.0), (0.0, 200.0), (-500.0, -300.0)])
+def test_sums_of_rows_may_lie_far_apart(apart: tuple[float, float]) -> None:
+    problem, exact = symmetric(far_apart(*apart))
     found = worst(problem, exact, "float32")
     assert found.ratio < 1, str(found)
-    # and what was kept serves
-    assert taken == {"statistics": [shared], "gradients": [shared]}
 
 
 @pytest.mark.parametrize(
@@ -295,166 +238,48 @@ def test_a_scale_near_the_largest_leaves_finite_gradients() -> None:
     assert (found[0] - found[1]).abs().max() <= 64 * 2.0**-24 * found[1].abs().max()
 
 
-PRIMITIVES = replace(backend, diagonal=None)
-WANTED = Wanted(rows=True, columns=(True,))
-OPTIONS = Options()
-
-
-def problem_of(m: int, scale: float = 10.0, *, two_sided: bool = True, dtype: str = "float32", **made: Any) -> Problem:
-    """Normalised features; ``towards`` moves each column towards its row, and ``seed`` draws others."""
-    draw = np.random.default_rng(made.get("seed", 0))
-    rows, columns = (draw.standard_normal((m, 24)) for _ in range(2))
-    rows, columns = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (rows, columns))
-    columns = columns + made.get("towards", 0.0) * rows
-    rows, columns = (torch.from_numpy(x).to(getattr(torch, dtype)) for x in (rows, columns))
-    state = "float64" if dtype == "float64" else "float32"
-    number = torch.tensor(scale, dtype=getattr(torch, state))
-    equal = EqualPairs.of(library_of(rows), (0.5 if two_sided else 1.0) / m, 0, m, state, rows)
-    both = {"column_weight": equal.weight, "column_target": equal.target} if two_sided else {}
-    return Problem(rows, (columns,), number, equal.weight, equal.target, positives=equal.positives, equal=equal, **both)
-
-
-def results(problem: Problem, by: Any, upstream: float | None = None, options: Options = OPTIONS) -> list[Any]:
-    """The loss, its state, and the gradients of rows, columns and scale."""
-    value, state = compute.problem_loss(problem, by, options, WANTED)
-    factor = None if upstream is None else torch.tensor(upstream, dtype=problem.scale.dtype)
-    found = compute.problem_gradients(problem, state, factor, WANTED, by, options)
-    return [value, state, found.rows, found.columns[0], found.scale]
-
-
-@pytest.mark.parametrize("what", ["nan", "infinite", "zero scale", "nan scale", "cold", "hot", "certain"])
-def test_numbers_out_of_its_limits_are_left_to_the_primitives(what: str) -> None:
-    scale = {"zero scale": 0.0, "nan scale": float("nan"), "cold": -3e3, "hot": 3e3, "certain": 90.0}.get(what, 10.0)
-    given = problem_of(37, scale, towards=1.0 if what in ("hot", "cold", "certain") else 0.0)
-    if what in ("nan", "infinite"):
-        given.rows[3, 5] = float(what[:3])
-    value, state, *found = results(given, backend)
-    assert len(state) > compute.DIAGONAL
-    expected = results(given, PRIMITIVES)
-    for a, b in zip([value, *found], [expected[0], *expected[2:]], strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("upstream", [0.0, float("inf"), float("nan"), 1e-38])
-def test_an_upstream_gradient_out_of_its_limits_is_left_to_the_primitives(upstream: float) -> None:
-    given = problem_of(37)
-    _, state, *found = results(given, backend, upstream)
-    assert len(state) == compute.DIAGONAL
-    for a, b in zip(found, results(given, PRIMITIVES, upstream)[2:], strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-def test_a_second_pass_finds_the_same_and_only_what_is_wanted() -> None:
-    given = problem_of(37)
-    _, state = compute.problem_loss(given, backend, OPTIONS, WANTED)
-    first, again = (compute.problem_gradients(given, state, None, WANTED, backend, OPTIONS) for _ in range(2))
-    for name in ("rows", "scale"):
-        assert torch.equal(getattr(first, name), getattr(again, name))
-        alone = Wanted(rows=name == "rows", columns=(False,), scale=name == "scale")
-        found = compute.problem_gradients(given, state, None, alone, backend, OPTIONS)
-        assert torch.equal(getattr(found, name), getattr(first, name))
-        assert sum(x is not None for x in (found.rows, found.scale, *found.columns)) == 1
-    columns = compute.problem_gradients(
-        given, state, None, Wanted(False, (True,), scale=False), backend, OPTIONS
-    ).columns
-    assert torch.equal(columns[0], first.columns[0])
-
-
-@pytest.mark.parametrize(
-    "change",
-    ["weights", "targets", "positives", "ids", "excluded", "bias", "several blocks", "start", "tile", "keep", "large"],
-)
-def test_another_problem_is_none_of_its(change: str) -> None:
-    given, options = problem_of(CPU_TILE[0] + 1 if change == "large" else 6), OPTIONS
-    assert given.equal is not None
-    changed: dict[str, Any] = {
-        "weights": {"row_weight": given.row_weight * 2},
-        "targets": {"column_target": given.column_target * 0},
-        "positives": {"positives": given.positives.flip(0)},
-        "ids": {"row_ids": given.positives, "column_ids": given.positives},
-        "excluded": {"excluded": given.positives - 1},
-        "bias": {"bias": torch.tensor(1.0)},
-        "several blocks": {"columns": given.columns[0].split(3)},
-        "start": {"equal": replace(given.equal, start=1)},
-    }.get(change, {})
-    if change in ("tile", "keep"):
-        options = Options(tile=(8, 8)) if change == "tile" else Options(keep=0)
-    _, state = compute.problem_loss(replace(given, **changed), backend, options, None)
-    assert len(state) > compute.DIAGONAL
-
-
-TORCH = load("torch")
-M, N, D = 37, 53, 24
-LABELS = torch.arange(M) // 3
-
-
-class Seen:
-    """The torch backend, and for each call of ``gradients`` whether its block had something kept."""
-
-    def __init__(self) -> None:
-        self.kept: list[bool] = []
-        self.backend = replace(TORCH, gradients=self.gradients, diagonal=None)
-
-    def gradients(self, block: Block, weights: Weights, *rest: Any) -> None:
-        self.kept.append(weights.kept is not None)
-        before = None if weights.kept is None else weights.kept.clone()
-        TORCH.gradients(block, weights, *rest)
-        # a second pass through the graph finds it again
-        assert weights.kept is None or torch.equal(weights.kept, before)
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """The backend instead of every other."""
-    made = Seen()
-    monkeypatch.setattr(plan, "load", lambda name: made.backend)
-    return made
-
-
-def leaves(*sizes: int, scale: float = 3.0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    found = [torch.nn.functional.normalize(torch.randn(n, D, generator=generator), dim=1) for n in sizes]
-    return [x.requires_grad_() for x in (*found, torch.tensor(scale))]
-
-
-def negatives(query: Tensor, key: Tensor, more: Tensor, scale: Tensor, **settings: Any) -> Tensor:
-    return contrastile.info_nce(query, key, scale, negatives=[more, more.detach()], **settings)
-
-
-def sup_con(features: Tensor, scale: Tensor, **settings: Any) -> Tensor:
-    return contrastile.sup_con(features, LABELS, scale, **settings)
-
-
-LOSSES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], int]] = {
-    "clip_loss": (contrastile.clip_loss, (M, M), 1),
-    "ids": (partial(contrastile.clip_loss, ids=LABELS), (M, M), 1),
-    "info_nce": (contrastile.info_nce, (M, M), 1),
-    "positives": (partial(contrastile.info_nce, positives=torch.arange(M) // 2), (M, N), 1),
-    "negatives": (negatives, (M, M, N), 3),
-    "nt_xent": (contrastile.nt_xent, (M, M), 7),
-    "sup_con": (sup_con, (M,), 3),
+LABELS = torch.arange(37) // 3
+KEEPING: dict[str, tuple[Callable[..., Tensor], int]] = {
+    "clip_loss": (contrastile.clip_loss, 1),
+    "nt_xent": (contrastile.nt_xent, 7),
+    "sup_con": (lambda x, y, scale, **how: contrastile.sup_con(x, LABELS, scale, **how), 3),
 }
 
 
-@pytest.mark.parametrize("tile", [(512, 2048), (16, 32)])
-@pytest.mark.parametrize("name", LOSSES)
-def test_every_block_of_every_softmax_loss_is_kept_and_gives_the_bits_of_one_that_is_not(
-    name: str, tile: tuple[int, int], seen: Seen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("contrastile.backends.torch.tiles.CPU_TILE", tile)
+def pair(scale: float = 3.0) -> list[Tensor]:
+    block = block_of(0, 37, 37, 24)
+    return [block.rows.requires_grad_(), block.columns.requires_grad_(), torch.tensor(scale, requires_grad=True)]
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_every_block_is_kept_and_gives_the_bits_of_one_that_is_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+
+    def counted(block: Block, weights: Weights, *rest: Any) -> None:
+        kept.append(weights.kept is not None)
+        backend.gradients(block, weights, *rest)
+
+    watched = replace(backend, gradients=counted, diagonal=None)
+    monkeypatch.setattr(plan, "load", lambda name: watched)
+    monkeypatch.setattr("contrastile.backends.torch.tiles.CPU_TILE", (16, 32))
     monkeypatch.setattr(triangle, "CPU_ROWS", 23)
-    loss, sizes, blocks = LOSSES[name]
-    given = leaves(*sizes)
+    (loss, blocks), given = KEEPING[name], pair()
     # logits so small have 0 for their reference in either pass
-    value = loss(*given)
-    found = [torch.autograd.grad(value, given, retain_graph=True), torch.autograd.grad(value, given)]
-    assert seen.kept == [True] * 2 * blocks
-    seen.kept.clear()
-    plain = loss(*given, keep=0)
-    assert torch.equal(plain, value)
-    for each in found:
-        assert all(map(torch.equal, each, torch.autograd.grad(plain, given, retain_graph=True)))
-    assert seen.kept == [False] * 2 * blocks
+    values = [loss(*given, **how) for how in ({}, {"keep": 0})]
+    found = [torch.autograd.grad(x, given, allow_unused=True) for x in values]
+    assert torch.equal(*values)
+    assert all(x is y or torch.equal(x, y) for x, y in zip(*found, strict=True))
+    assert kept == [True] * blocks + [False] * blocks
+
+
+@pytest.mark.parametrize("upstream", [0.0, math.inf, math.nan, 1e-38])
+@pytest.mark.parametrize("scale", [3.0, 3e3])
+def test_what_a_small_loss_cannot_hold_is_left_to_the_primitives(scale: float, upstream: float) -> None:
+    given = pair(scale)
+    values = [contrastile.clip_loss(*given, backend="torch", **how) for how in ({}, {"keep": 0})]
+    found = [torch.autograd.grad(x, given, torch.tensor(upstream)) for x in values]
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
 def test_how_much_is_kept_is_bounded_and_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 # ruff: noqa: E402
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -29,24 +28,11 @@ from contrastile.schedules.problem import Problem
 from contrastile.verify import cases
 from contrastile.verify.comparison import compare
 from contrastile.verify.rounding import round_to
-from contrastile.verify.runner import Run
-from contrastile.verify.selection import Selection
 from contrastile.verify.trial import Subject, Trial
 from contrastile.verify.truth import truth
 
 # the interpreter's NumPy warns where a kernel means its infinities
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-CASES = ("ragged", "hot", "labels", "blocks", "sigmoid-ids", "large-logits", "certain-labels", "nan")
-
-
-def test_a_few_cases_hold_under_the_interpreter() -> None:
-    """``contrastile verify --backend triton`` holds all of them."""
-    asked = ["value", "gradients"], ["float16", "float32"]
-    run = Run(Selection({"triton": backend}, CASES, *asked, precisions=["ieee"]))
-    assert {row["status"] for row in run.rows()} == {"pass"}
-    assert not run.failures
 
 
 def block(m: int = 37, n: int = 45, d: int = 24, scale: float = 5.0, dtype: Any = torch.float32) -> Block:
@@ -107,43 +93,6 @@ def weights_of(given: Block) -> Weights:
     found = backend.lse(given, True, Options())
     sides = zip((found.rows, found.columns), map(len, (given.rows, given.columns)), strict=True)
     return Weights(*(SideWeights(*side[:2], torch.full((k,), 0.5 / k), torch.ones(k)) for side, k in sides))
-
-
-def test_the_columns_gradient_waits_for_the_workspace_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = block(dtype=torch.float16)
-    weights, held = weights_of(given), list[Any]()
-    space, multiplied = backward_pass.workspace, backward_pass.multiplied
-
-    def workspace(*call: Any) -> Any:
-        found = space(*call)
-        held.append(weakref.ref(found))
-        return found
-
-    def last(*call: Any) -> None:
-        assert held
-        assert not any(x() is not None for x in held)
-        held.clear()
-        multiplied(*call)
-
-    monkeypatch.setattr(backward_pass, "workspace", workspace)
-    monkeypatch.setattr(backward_pass, "multiplied", last)
-    assert backend.finished is not None
-    backend.finished(given, weights, None, "gradient", Options((16, 32)))
-    assert not held
-
-
-@pytest.mark.parametrize(("precision", "expected"), [("ieee", 0.0), ("split", 0.0), ("tf32", 2.0**-12)])
-def test_only_tf32_rounds_the_features(precision: str, expected: float) -> None:
-    # one pair: its logit is the dot, (1 + 2^-12) 1 in float32 and 1 in tf32
-    x, one = torch.zeros(1, 8), torch.zeros(1, 8)
-    x[0, 0], one[0, 0] = 1 + 2.0**-12, 1.0
-    block = Block(x, one, torch.tensor(1.0), None, Pairs(positives=torch.zeros(1, dtype=torch.int64)))
-    found = backend.lse(block, True, Options(precision=precision))
-    assert found.columns is not None
-    for value in (found.rows.positive_lse, found.columns.positive_sum):
-        assert float(x[0, 0]) - float(value) == expected
-    # and nothing else is in the row
-    assert float(found.rows.negative_lse) == -float("inf")
 
 
 def test_a_backend_that_lacks_a_precision_refuses_it() -> None:

@@ -43,21 +43,6 @@ def test_several_threads_may_use_groups_of_their_own_for_the_first_time_at_once(
     assert [ended.said(rank) for rank in range(3)] == [["as in one process", "one for each group", "done"]] * 3
 
 
-@pytest.mark.slow
-def test_real_trainers_have_the_gradients_of_the_global_loss() -> None:
-    """DDP, FSDP2 and a sum by hand, with uneven parts of the batch."""
-    ended = launch("torch", "train_towers.py")
-    assert ended.code == 0, ended.output
-    for rank in RANKS:
-        found = dict(line.rsplit(": ", 1) for line in ended.said(rank))
-        wrong = float(found.pop("wrong"))
-        assert len(found) == 18
-        assert all(float(ratio) < 1 for ratio in found.values()), found
-        # 1 / n of the gradient
-        assert wrong > 1000
-    assert ended.orphans == 0
-
-
 ROOT = Path(__file__).parents[2]
 BACKENDS = {"mpi": ["numpy", "torch"], "torch": ["torch"]}
 CASES = ["ragged", "blocks", "sigmoid-ids", "views", "front-door", "mistakes", "sharded"]

@@ -3,14 +3,10 @@
 import mpmath
 import numpy as np
 import pytest
-from balls import Ball, U, agrees, contrastive, encloses, general, sigmoid
+from balls import Ball, U, agrees, contrastive, encloses, general
 from oracle_problems import Problem, random_problem
 
-from contrastile.oracle.general import gradient_of_logits, gradients, loss
-from contrastile.oracle.sigmoid import sigmoid_loss
-
 P = random_problem(7, 9, 14, 5, "ids", True, False, 14.0, True).moved(u=np.ones(9), v=np.ones(14))
-NEAR = 1 + 2.0**-30
 
 
 def test_the_ball_is_small_and_a_wrong_value_falls_outside():
@@ -39,45 +35,6 @@ def test_a_relative_error_of_two_to_the_minus_36_is_seen_everywhere():
     """In the loss, in each gradient's largest entry, and so in anything bigger: a dropped column, a wrong sign."""
     for ball in general(P).all:
         assert np.max(2 * ball.rad) * 2**36 < max(np.abs(ball.mid).max(), 1.0)
-
-
-def columns_dropped():
-    x, A, u, v, y, y_c = P.general()
-    return loss(x[:, :-1], A[:, :-1], u, v[:-1], y[:, :-1], y_c[:, :-1])
-
-
-def merge_from_zero():
-    L = np.logaddexp.reduce(np.where(P.A, P.x, -np.inf), axis=1)
-    return loss(*P.general()) + (P.u * (np.logaddexp(L, 0.0) - L)).sum()
-
-
-@pytest.mark.parametrize(
-    ("field", "wrong", "right"),
-    [
-        ("loss", columns_dropped, False),
-        ("loss", merge_from_zero, False),
-        ("d_rows", lambda: rows_of(P.scale, gradient_of_logits(*P.general()) + P.u[:, None] * P.y), False),
-        ("d_rows", lambda: of(P.moved(scale=P.scale * NEAR)), False),
-        # a softmax does not feel a bias
-        ("d_rows", lambda: of(P.moved(bias=P.bias + 2.0**-30)), True),
-    ],
-)
-def test_defects_fall_outside(field, wrong, right):
-    assert agrees(wrong(), getattr(general(P), field)) is right
-
-
-def rows_of(scale, G):
-    return gradients(P.q, P.k, scale, G).d_rows
-
-
-def of(p):
-    return rows_of(p.scale, gradient_of_logits(*p.general()))
-
-
-def test_a_sigmoid_loss_does_feel_a_bias():
-    moved = P.moved(bias=P.bias + 2.0**-30)
-    for p, right in ((P, True), (moved, False)):
-        assert agrees(sigmoid_loss(p.x, p.P, 9.0, p.A), sigmoid(P, 9.0).loss) is right
 
 
 def test_nan_and_wrong_shapes_are_refused():

@@ -177,16 +177,3 @@ def test_deep_distance_with_early_interaction_and_other_sub_batches():
         assert agrees(gradcache_distance.distance_parameter_gradient(BILINEAR, Omega, F, G, w, *grid), expected[0])
         assert agrees(gradcache_distance.anchor_gradient_of_distances(BILINEAR, Omega, F, G, w, *grid), expected[1])
         assert agrees(gradcache_distance.target_gradient_of_distances(BILINEAR, Omega, F, G, w, *grid), expected[2])
-
-
-def test_the_dot_product_is_a_special_case_of_the_deep_distance():
-    F, G, r = representations(np.random.default_rng(5))
-    dot = gradcache_distance.Distance(
-        lambda Omega, F, G: F @ G.T, lambda Omega, F, G, w: (np.zeros_like(Omega), w @ G, w.T @ F)
-    )
-    grid = row_slices((3, 4)), row_slices((5, 6))
-    d = gradcache_distance.distances(dot, np.zeros(()), F, G, *grid)
-    w = gradcache_distance.distance_gradient_cache(d, r, 0.5)
-    ball = contrastive(F, G, r, Ball(1.0) / 0.5, 7)
-    assert agrees(gradcache_distance.anchor_gradient_of_distances(dot, np.zeros(()), F, G, w, *grid), ball[1])
-    assert agrees(gradcache_distance.target_gradient_of_distances(dot, np.zeros(()), F, G, w, *grid), ball[2])

@@ -46,12 +46,8 @@ def clip(rank: int, comm: Any, **more: Any) -> Any:
     return contrastile.clip_loss(IMAGE[rank], TEXT[rank], 10.0, group=comm, **more)
 
 
-# dtypes, widths, losses, ids, exchanges and gradients wanted that differ are in verify's "mistakes"
+# dtypes, widths, scales, tiles, losses, ids, exchanges and gradients wanted that differ are in verify's "mistakes"
 DIFFERENT: dict[str, tuple[Callable[[int, Any], Any], str]] = {
-    "scale": (
-        lambda rank, comm: contrastile.clip_loss(IMAGE[rank], TEXT[rank], 10.0 + (rank == 1), group=comm),
-        "scale must be the same on every rank, got 10.0 on ranks 0, 2, 11.0 on rank 1",
-    ),
     "reduction": (
         lambda rank, comm: clip(rank, comm, parameter_reduction=("mean", "sum")[rank % 2]),
         'parameter_reduction must be the same on every rank, got "mean" on ranks 0, 2, "sum" on rank 1',
@@ -59,10 +55,6 @@ DIFFERENT: dict[str, tuple[Callable[[int, Any], Any], str]] = {
     "backend": (
         lambda rank, comm: clip(rank, comm, backend=("numpy", "auto")[rank % 2]),
         'backend must be the same on every rank, got "numpy" on ranks 0, 2, "auto" on rank 1',
-    ),
-    "tile": (
-        lambda rank, comm: clip(rank, comm, tile=None if rank else 3),
-        'tile must be the same on every rank, got "3" on rank 0, "None" on ranks 1, 2',
     ),
     "column blocks": (
         lambda rank, comm: contrastile.info_nce(
@@ -91,10 +83,6 @@ def test_what_differs_is_named_with_the_ranks(call: Callable[[int, Any], Any], w
 
 
 WRONG: dict[str, tuple[Callable[[int, Any], Any], str]] = {
-    "pairs": (
-        lambda rank, comm: contrastile.clip_loss(IMAGE[rank], TEXT[rank][: B - (rank == 1)], 10.0, group=comm),
-        "rank 1: image and text must have as many rows as each other, got 4 and 3",
-    ),
     "positives": (
         lambda rank, comm: contrastile.info_nce(
             IMAGE[rank], TEXT[rank], 10.0, positives=np.arange(B) + B * rank + (rank == 2), group=comm

@@ -111,25 +111,6 @@ def test_the_hops_are_as_few_as_they_can_be(n: int) -> None:
         assert sum(event.startswith("post") for event in events) == n - 1 + hops
 
 
-def test_gradients_that_nobody_wants_do_not_travel() -> None:
-    parts = cut("rectangular", [1, 2, 0], [2, 1, 3])
-
-    def program(comm: InProcess) -> list[str]:
-        log: list[str] = []
-        where = placement(Recording(comm, log), parts)  # type: ignore[arg-type]
-        problem = materialise(parts.part(comm.rank, where), NUMPY, "float64")
-        saved = ring.forward(problem, NUMPY, Options())
-        assert saved.columns is None
-        log.clear()
-        found = ring.backward(problem, saved, np.asarray(1.0), replace(WANTED, columns=(False,)), NUMPY, Options())
-        assert found.columns == (None,)
-        return log
-
-    found: list[Any] = group(3).run(program)
-    for events in found:
-        assert [event for event in events if event.startswith("post")] == ["post 3 features", "post 4 features"]
-
-
 @pytest.mark.parametrize("n", [4, 8])
 def test_nothing_is_larger_than_a_shard(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = cut("ragged", [1] * n, [1] * n)
@@ -179,14 +160,6 @@ def test_a_gather_sends_few_messages(n: int) -> None:
             # the columns' sums, and the scale's gradient
             "exchange 2 number": 1,
         }
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_gradients_of_several_blocks_share_no_memory(n: int) -> None:
-    for _, found in outcome(n, "blocks"):
-        first, _, last = found.columns
-        assert not np.shares_memory(first, last)
-        assert first.base is None or first.base.shape == first.shape
 
 
 def computed(n: int, exchange: str, case: str = "views") -> list[tuple[list[int], Any]]:
@@ -248,20 +221,3 @@ def test_rows_against_themselves_send_few_messages(n: int) -> None:
             "exchange 2 2 2": 1,
             "exchange number": 2,
         }
-
-
-def test_what_asks_for_nothing_sends_nothing() -> None:
-    parts = Cut.of_itself(cases.build("labels", "float64").problem, [1, 2, 1])
-
-    def program(comm: InProcess) -> Any:
-        problem = materialise(parts.part(comm.rank, placement(comm, parts)), NUMPY, "float64")
-        _, state = compute.problem_loss(problem, NUMPY, Options())
-        wanted = (
-            Wanted(*each) for each in ((True, (), True), (True, (), False), (False, (), True), (False, (), False))
-        )
-        return [compute.problem_gradients(problem, state, np.asarray(2.0), each, NUMPY, Options()) for each in wanted]
-
-    for both, features, number, nothing in group(3).run(program):
-        assert np.array_equal(both.rows, features.rows)
-        assert both.scale == number.scale
-        assert (features.scale, number.rows, nothing.rows, nothing.scale) == (None, None, None, None)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from engines import PATIENCE, say
 
+from contrastile.backends.arrays import library_of
 from contrastile.comm import buffers
 from contrastile.comm.communicator import ExchangeError
 from contrastile.comm.connect import connect
@@ -22,27 +23,37 @@ DTYPES = ("float16", "bfloat16", "float32", "float64", "int64")
 SIZES = ([3, 0, 5, 1], [0, 0, 0, 0], [2, 2, 2, 2], [0, 0, 0, 4])
 
 
-def data(*key: Any, shape: tuple[int, ...], dtype: str, library: str) -> Any:
+PLACES: dict[str, Callable[[Any, str], Any]] = {
+    "torch": lambda x, dtype: torch.from_numpy(x).to(getattr(torch, dtype)),
+    "numpy": lambda x, dtype: x.astype(dtype),
+}
+"""The array libraries, and how each makes an array of NumPy's in float64; tests on a GPU have others."""
+
+
+def data(*key: Any, shape: tuple[int, ...], dtype: str = "float32", library: str = "torch") -> Any:
     """An array that every rank can make; different for every key."""
     draw = np.random.default_rng(zlib.crc32(repr(key).encode()))
-    values = torch.as_tensor(draw.standard_normal(shape) * 100).to(getattr(torch, dtype))
-    return values if library == "torch" else values.numpy().reshape(shape)
+    return PLACES[library](np.asarray(draw.standard_normal(shape) * 100), dtype)
 
 
 def empty(like: Any) -> Any:
     """The same shape and dtype, other values."""
-    return torch.full_like(like, -77) if isinstance(like, torch.Tensor) else np.full_like(like, -77)
+    return library_of(like).full(like.shape, -77, str(like.dtype).removeprefix("torch."), like)
+
+
+def host(x: Any) -> Any:
+    """The values in float64."""
+    return np.asarray(library_of(x).to_numpy(x)).astype(np.float64)
 
 
 def equal(x: Any, y: Any) -> bool:
-    """Whether two arrays hold the same bits."""
-    a, b = (torch.as_tensor(each) for each in (x, y))
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    """Whether two arrays hold the same values in the same dtype."""
+    return x.dtype == y.dtype and np.array_equal(host(x), host(y))
 
 
 def kinds() -> list[tuple[str, str]]:
     """Libraries with their dtypes: NumPy has no bfloat16."""
-    return [(lib, dtype) for lib in ("numpy", "torch") for dtype in DTYPES if (lib, dtype) != ("numpy", "bfloat16")]
+    return [(lib, dtype) for lib in PLACES for dtype in DTYPES if (lib, dtype) != ("numpy", "bfloat16")]
 
 
 def sizes_for(n: int) -> list[list[int]]:
@@ -86,14 +97,15 @@ def several_to_some(comm: Any) -> None:
 
         def parts(a: int, b: int, sizes: Any = sizes) -> list[Any]:
             shapes = {"float64": (1,), "bfloat16": (sizes[a], WIDTH), "float32": (sizes[b],)}
-            return [data("some", a, b, shape=s, dtype=dtype, library="torch") for dtype, s in shapes.items()]
+            return [data("some", a, b, shape=s, dtype=dtype) for dtype, s in shapes.items()]
 
         expected = {r: parts(r, comm.rank) for r in some}
         arrived = {r: [empty(x) for x in xs] for r, xs in expected.items()}
         if some:
             comm.exchange({r: parts(comm.rank, r) for r in some}, arrived).wait()
         else:
-            comm.exchange({comm.rank: [torch.ones(1)]}, {comm.rank: [torch.zeros(1)]}).wait()
+            alone = data("alone", shape=(1,))
+            comm.exchange({comm.rank: [alone]}, {comm.rank: [empty(alone)]}).wait()
         assert all(all(map(equal, arrived[r], expected[r])) for r in some), sizes
 
 
@@ -104,7 +116,7 @@ def gathers(comm: Any) -> None:
                 shards = [
                     data("gather", r, shape=(k, *tail), dtype=dtype, library=library) for r, k in enumerate(sizes)
                 ]
-                expected = (torch.cat if library == "torch" else np.concatenate)(shards)
+                expected = library_of(shards[0]).concat(shards)
                 whole = empty(expected)
                 pending = comm.all_gather(shards[comm.rank], whole, sizes)
                 pending.wait()
@@ -112,17 +124,17 @@ def gathers(comm: Any) -> None:
                 whole[:1] = 0
                 # a message arrives once
                 pending.wait()
-                assert not whole[:1].any(), (library, dtype, sizes)
+                assert not host(whole[:1]).any(), (library, dtype, sizes)
 
 
 def waits_in_any_order(comm: Any) -> None:
     behind = (comm.rank - 1) % comm.size
     for seed in range(4):
-        expected = [data("late", seed, i, behind, shape=(50, i), dtype="float32", library="torch") for i in range(6)]
-        sent = [data("late", seed, i, comm.rank, shape=(50, i), dtype="float32", library="torch") for i in range(6)]
+        expected = [data("late", seed, i, behind, shape=(50, i)) for i in range(6)]
+        sent = [data("late", seed, i, comm.rank, shape=(50, i)) for i in range(6)]
         arrived = [empty(x) for x in expected]
         posted = [comm.shift([a], [b]) for a, b in zip(sent, arrived, strict=True)]
-        whole = empty(torch.cat([sent[1]] * comm.size))
+        whole = empty(library_of(sent[1]).concat([sent[1]] * comm.size))
         posted.append(comm.all_gather(sent[1], whole, [50] * comm.size))
         # also while messages are under way
         assert comm.tell("λ" * comm.rank) == ["λ" * r for r in range(comm.size)]
@@ -137,7 +149,7 @@ def long_messages(comm: Any) -> None:
     behind, usual = (comm.rank - 1) % comm.size, buffers.PIECE
     buffers.PIECE = 1000
     for size in (249, 250, 251, 12_345):
-        sent, expected = (data("long", r, shape=(size,), dtype="float32", library="numpy") for r in (comm.rank, behind))
+        sent, expected = (data("long", r, shape=(size,), library="numpy") for r in (comm.rank, behind))
         arrived = empty(expected)
         comm.shift([sent], [arrived]).wait()
         assert equal(arrived, expected), size
@@ -176,7 +188,7 @@ def refusal(kind: type[Exception], action: Callable[[], object]) -> str:
     return "nothing"
 
 
-# also by ranks that are threads, which share the size of a piece
+# also by ranks that are threads, which share the size of a piece, and on GPUs
 BY_THREADS = (shifts, everybody_to_everybody, several_to_some, gathers, waits_in_any_order, records_and_texts)
 EVERY = (*BY_THREADS, long_messages)
 

@@ -1,4 +1,4 @@
-"""Two towers trained by DDP, by FSDP2 and by hand: the parameters' gradients are those of the one global loss.
+"""Two towers for trainers, and the gradients of the one global loss that their parameters must have.
 
 The inputs and weights have few bits, so that every rank's features are exact and one process has the same ones. What
 is left is the loss's own error, whose bound follows the chain rule into the parameters.
@@ -6,18 +6,15 @@ is left is the loss's own error, whose bound follows the chain rule into the par
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from engines import say
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import contrastile
 from contrastile import problems
@@ -143,69 +140,9 @@ def worst(got: list[Any], exact: list[tuple[Any, Any]]) -> float:
     return max(ratios)
 
 
-def ddp() -> nn.Module:
-    return DistributedDataParallel(Towers())
-
-
 def fsdp() -> nn.Module:
     model = Towers()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for tower in (model.image, model.text):
         fully_shard(tower, mesh=mesh)
     return fully_shard(model, mesh=mesh)
-
-
-def by_hand() -> nn.Module:
-    return Towers()
-
-
-def summed(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
-
-
-def nothing(model: nn.Module) -> None:
-    pass
-
-
-TRAINERS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[nn.Module], None]]] = {
-    "ddp": (ddp, "mean", nothing),
-    "fsdp": (fsdp, "mean", nothing),
-    "sum by hand": (by_hand, "sum", summed),
-}
-
-
-def trials() -> Iterator[tuple[str, str, str, str, float]]:
-    """(trainer, loss, exchange, reduction, upstream)."""
-    for trainer, (_, reduction, _) in TRAINERS.items():
-        for loss in LOSSES:
-            for exchange in ("ring", "gather"):
-                yield trainer, loss, exchange, reduction, 1.0
-            # what a GradScaler multiplies the loss by
-            yield trainer, loss, "auto", reduction, 2.0**16
-
-
-def main() -> None:
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    shards = SHARDS[size]
-    start = sum(shards[:rank])
-    images, texts = (torch.tensor(x[start : start + shards[rank]]) for x in (IMAGES, TEXTS))
-
-    def step(trainer: str, loss: str, exchange: str, reduction: str, upstream: float) -> float:
-        make, _, finish = TRAINERS[trainer]
-        model = make()
-        (upstream * LOSSES[loss][0](model(images, texts), exchange=exchange, parameter_reduction=reduction)).backward()
-        finish(model)
-        return worst(gradients(model), expected(loss, upstream, shards))
-
-    for trial in trials():
-        say(rank, f"{' '.join(map(str, trial))}: {step(*trial):.3g}")
-    # the contract taken the wrong way round is far outside
-    say(rank, f"wrong: {min(step('ddp', loss, 'auto', 'sum', 1.0) for loss in LOSSES):.3g}")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,7 @@ any order: in chunks too.
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,7 @@ calls: list[int] = []
 
 
 class Dispatching(Towers):
-    """Towers that one forward encodes one at a time."""
-
-    def forward(self, **x: Tensor) -> Tensor:  # type: ignore[override]
-        ((name, given),) = x.items()
-        return {"image": self.image, "text": self.text}[name](given)
-
-
-class Buffered(Dispatching):
-    """With a buffer that the backward pass needs; DDP broadcasts buffers before it calls forward."""
+    """Towers that one forward encodes one at a time, by a buffer that DDP broadcasts before it calls forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +42,7 @@ class Buffered(Dispatching):
 
     def forward(self, **x: Tensor) -> Tensor:  # type: ignore[override]
         ((name, given),) = x.items()
-        return super().forward(**{name: given[self.order[: len(given)]]})
+        return {"image": self.image, "text": self.text}[name](given[self.order[: len(given)]])
 
 
 def counted(model: DistributedDataParallel) -> DistributedDataParallel:
@@ -80,6 +72,29 @@ def loss(name: str) -> Callable[..., Tensor]:
     return lambda *features: train_towers.LOSSES[name][0](features)
 
 
+def plain(name: str, inputs: Any, upstream: float = 2.0**16) -> nn.Module:
+    """No cache, and the factor of a gradient scaler."""
+    model = ddp(Towers())
+    (upstream * loss(name)(*model(*inputs))).backward()
+    return divided(model, upstream)
+
+
+def summed(name: str, inputs: Any) -> nn.Module:
+    """No cache, and a trainer that adds the ranks' gradients."""
+    model = Towers()
+    train_towers.LOSSES[name][0](model(*inputs), parameter_reduction="sum").backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    return model
+
+
+def divided(model: nn.Module, by: float) -> nn.Module:
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad /= by
+    return model
+
+
 def together(name: str, inputs: Any) -> nn.Module:
     """One module for both towers, whose forward gives scale and bias too."""
     model = ddp(Towers())
@@ -89,7 +104,7 @@ def together(name: str, inputs: Any) -> nn.Module:
 
 def apart(name: str, inputs: Any, **settings: Any) -> nn.Module:
     """One module that is called for each tower, and scale and bias from outside of its forward."""
-    model = ddp(Buffered(), **settings)
+    model = ddp(Dispatching(), **settings)
     # the second step comes after DDP has rebuilt its buckets and broadcast its buffers
     for _ in range(2):
         calls.clear()
@@ -103,10 +118,7 @@ def through_loss(name: str, inputs: Any) -> nn.Module:
     model = ddp(Dispatching())
     wrapped = training.Cached(loss(name), towers(model), CHUNK)
     (2.0**16 * wrapped(*inputs, scale=numbers(model))).backward()
-    for p in model.parameters():
-        assert p.grad is not None
-        p.grad /= 2.0**16
-    return model
+    return divided(model, 2.0**16)
 
 
 def by_hand_apart(name: str, inputs: Any) -> nn.Module:
@@ -135,10 +147,7 @@ def later(name: str, inputs: Any) -> nn.Module:
         assert not calls
         assert not model.require_backward_grad_sync
     step()
-    for p in model.parameters():
-        assert p.grad is not None
-        p.grad /= 2
-    return model
+    return divided(model, 2)
 
 
 def unused(name: str, inputs: Any) -> nn.Module:
@@ -189,7 +198,9 @@ def last_frozen(name: str, inputs: Any) -> nn.Module:
     return model
 
 
-DDP: dict[str, Callable[[str, Any], nn.Module]] = {
+TRAINERS: dict[str, Callable[[str, Any], nn.Module]] = {
+    "plain": plain,
+    "summed": summed,
     "together": together,
     "apart": apart,
     "through loss": through_loss,
@@ -204,37 +215,27 @@ DDP: dict[str, Callable[[str, Any], nn.Module]] = {
 }
 
 
-def frozen(which: str, inputs: Any) -> float:
-    """A frozen tower, first or last: one reduction, and the other tower's gradients are right."""
-    module = Dispatching()
+def frozen(which: str, inputs: Any, *, sharded: bool) -> float:
+    """Called for each tower, of which one is frozen, first or last: one reduction, and the other's gradients."""
+    module: Any = Dispatching()
     getattr(module, which).requires_grad_(False)
-    model = ddp(module)
+    scale: Any = numbers(module)
+    if sharded:
+        mesh, scale = init_device_mesh("cpu", (dist.get_world_size(),)), (SCALE, train_towers.BIAS)
+        for tower in (module.image, module.text):
+            fully_shard(tower, mesh=mesh)
+    model = fully_shard(module, mesh=mesh) if sharded else ddp(module)
     calls.clear()
-    training.cached_step(towers(model), inputs, loss("clip"), scale=numbers(model), chunk=CHUNK)
-    assert len(calls) == 1, calls
-    exact = expected("clip", 1.0, SHARDS[dist.get_world_size()])
-    kept = [i for i, name in enumerate(NAMES) if name != which]
-    parameters = [*module.image.parameters(), *module.text.parameters(), module.logit_scale, module.logit_bias]
-    return worst([parameters[i].grad.numpy() for i in kept], [exact[i] for i in kept])
-
-
-def sharded_frozen(which: str, inputs: Any) -> float:
-    """FSDP2 called for each tower, of which one is frozen, first or last: the other's gradients are reduced."""
-    model: Any = Dispatching()
-    getattr(model, which).requires_grad_(False)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for tower in (model.image, model.text):
-        fully_shard(tower, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    scale = SCALE, train_towers.BIAS
-    calls.clear()
-    with counting():
+    with counting() if sharded else nullcontext():
         training.cached_step(towers(model), inputs, loss("clip"), scale=scale, chunk=CHUNK)
     assert len(calls) == 1, calls
     exact = expected("clip", 1.0, SHARDS[dist.get_world_size()])
-    kept = [i for i, name in enumerate(NAMES[:4]) if name != which]
-    parameters = [*model.image.parameters(), *model.text.parameters()]
-    return worst([parameters[i].grad.full_tensor().numpy() for i in kept], [exact[i] for i in kept])
+    parameters = [*module.image.parameters(), *module.text.parameters()]
+    numbered = [] if sharded else [module.logit_scale, module.logit_bias]
+    kept = [i for i, name in enumerate(NAMES[: 4 + len(numbered)]) if name != which]
+    found: list[Any] = [(parameters + numbered)[i].grad for i in kept]
+    whole = [x.full_tensor() if sharded else x for x in found]
+    return worst([x.numpy() for x in whole], [exact[i] for i in kept])
 
 
 @contextmanager
@@ -274,10 +275,7 @@ def fsdp(name: str, inputs: Any) -> nn.Module:
         assert [len(feed) for feed in feeds] == lengths
         assert len(calls) == 2 * once
         calls[:] = calls[:once]
-    for p in model.parameters():
-        assert p.grad is not None
-        p.grad /= 2
-    return model
+    return divided(model, 2)
 
 
 def refusals(inputs: Any) -> list[str]:
@@ -300,16 +298,6 @@ def refusals(inputs: Any) -> list[str]:
     return found
 
 
-def unused_parameter(inputs: Any) -> str:
-    """DDP would not reduce, and say so a step too late."""
-    module = Towers()
-    module.extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    model = ddp(module)
-    with model.no_sync():
-        training.cached_step(model, inputs, loss("clip"), chunk=CHUNK)
-    return refusal(RuntimeError, lambda: training.cached_step(model, inputs, loss("clip"), chunk=CHUNK))
-
-
 class Forgetful(Towers):
     """Nothing learns in the last chunk of the second pass."""
 
@@ -323,22 +311,26 @@ class Forgetful(Towers):
         return found if self.left else tuple(x.detach() for x in found)
 
 
-def sharded_last_frozen(inputs: Any) -> str:
-    """FSDP2 would reduce nothing."""
-    model: Any = Forgetful()
-    model.logit_scale.requires_grad_(False)
-    model.logit_bias.requires_grad_(False)
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    how: Any = {"scale": (SCALE, train_towers.BIAS), "chunk": CHUNK}
-    return refusal(RuntimeError, lambda: training.cached_step(model, inputs, loss("clip"), **how))
-
-
-def unwrapped_tower(inputs: Any) -> str:
-    """Each rank would go its own way with what DDP does not hold."""
-    model = Towers()
-    pair = ddp(model.image), model.text
-    how: Any = {"scale": numbers(model), "chunk": CHUNK}
-    return refusal(RuntimeError, lambda: training.cached_step(pair, inputs, loss("clip"), **how))
+def late_refusals(inputs: Any) -> Iterator[str]:
+    """What shows in the last chunk: DDP would not reduce, FSDP2 would reduce nothing, a tower is nobody's."""
+    unused = Towers()
+    unused.extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    model = ddp(unused)
+    with model.no_sync():
+        training.cached_step(model, inputs, loss("clip"), chunk=CHUNK)
+    forgetful: Any = Forgetful()
+    for p in (forgetful.logit_scale, forgetful.logit_bias):
+        p.requires_grad_(False)
+    fully_shard(forgetful, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    apart = Towers()
+    tries: list[tuple[Any, Any]] = [
+        (model, None),
+        (forgetful, (SCALE, train_towers.BIAS)),
+        ((ddp(apart.image), apart.text), numbers(apart)),
+    ]
+    for encode, scale in tries:
+        how: dict[str, Any] = {"scale": scale, "chunk": CHUNK}
+        yield refusal(RuntimeError, lambda: training.cached_step(encode, inputs, loss("clip"), **how))  # noqa: B023
 
 
 def flags(*models: Any) -> list[bool]:
@@ -383,18 +375,15 @@ def main() -> None:
     inputs = tuple(torch.tensor(x[start : start + shards[rank]]) for x in (train_towers.IMAGES, train_towers.TEXTS))
     for name in train_towers.LOSSES:
         exact = expected(name, 1.0, shards)
-        for trainer, run in [*DDP.items(), ("fsdp", fsdp)]:
+        for trainer, run in [*TRAINERS.items(), ("fsdp", fsdp)]:
             calls.clear()
             found = train_towers.gradients(run(name, inputs))
             say(rank, f"{trainer} {name} {len(calls)}: {worst(found, exact):.3g}")
     for which in ("image", "text"):
-        say(rank, f"frozen {which} 1: {frozen(which, inputs):.3g}")
-        say(rank, f"sharded frozen {which} 1: {sharded_frozen(which, inputs):.3g}")
-    for i, message in enumerate(refusals(inputs)):
+        for sharded in (False, True):
+            say(rank, f"frozen {which} {sharded}: {frozen(which, inputs, sharded=sharded):.3g}")
+    for i, message in enumerate([*refusals(inputs), *late_refusals(inputs)]):
         say(rank, f"refused {i}: {message}".replace("\n", " "))
-    say(rank, f"unused: {unused_parameter(inputs)}")
-    say(rank, f"sharded: {sharded_last_frozen(inputs)}")
-    say(rank, f"unwrapped: {unwrapped_tower(inputs)}")
     say(rank, f"restored: {restored(inputs)}")
     dist.destroy_process_group()
 
