@@ -28,7 +28,9 @@ def training(subject: Subject, case: str) -> Comparisons:
         raise SkipError("in float32 of torch tensors alone")
     asked = case.partition(":")[2]
     checks = [
-        x for x in (_numbers, _distances, _steps, _learning, _refusals, _weights, _metrics) if asked in x.__name__
+        x
+        for x in (_numbers, _distances, _steps, _learning, _refusals, _weights, _metrics, _search)
+        if asked in x.__name__
     ]
     if not checks:
         raise SkipError(f"it has no {asked!r}")
@@ -237,3 +239,29 @@ def _metrics(batch: Batch) -> _Held:
     found = batch.step(loss=loss, scale=(10.0, -3.0), metrics=("scale", "rank@1"))
     yield "the scale", float(found["scale"]) == 10.0
     yield "rank at 1 of a step", float(found["rank@1"]) == float(rank_at_1(batch.table.detach(), batch.fixed))
+
+
+def _search(batch: Batch) -> _Held:
+    import torch
+
+    from contrastile import retrieval
+
+    draw = np.random.default_rng(1)
+    # integers: every product is exact, and many are equal
+    rows, columns = (draw.integers(-2, 3, (size, 4)).astype(np.float32) for size in (_ROWS, _ROWS + 18))
+    positives, of_rows, of_columns = (draw.integers(0, most, n) for most, n in ((41, _ROWS), (9, _ROWS), (9, 41)))
+    x, each = rows @ columns.T, np.arange(_ROWS)
+    given: Any = [torch.from_numpy(y).to(batch.subject.device) for y in (rows, columns)]
+    named: Any = {"positives": torch.from_numpy(positives), "tile": 7}
+    own = x[each, positives]
+    beaten = (x >= own[:, None]).sum(axis=1) - 1
+    yield "ranks", np.array_equal(retrieval.ranks(*given, **named).cpu(), beaten)
+    nearest = np.argsort(-x, axis=1, kind="stable")
+    for tile in (7, None):
+        yield "the nearest columns", np.array_equal(retrieval.top_k(*given, 3, tile=tile)[1].cpu(), nearest[:, :3])
+    fits = (of_rows[:, None] != of_columns) & (x <= own[:, None] - 1)
+    mined = [[j for j in row if fits[i, j]][2:5] for i, row in enumerate(nearest)]
+    named |= {"row_ids": torch.from_numpy(of_rows), "column_ids": torch.from_numpy(of_columns)}
+    named |= {"range_min": 2, "absolute_margin": 1.0}
+    found = retrieval.mine_hard_negatives(given[0], given[1], 3, **named)
+    yield "hard negatives", found.tolist() == [row + [-1] * (3 - len(row)) for row in mined]
