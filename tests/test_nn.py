@@ -128,19 +128,18 @@ def test_modules_have_no_state_and_show_their_settings(module: Any, loss: Any, a
     )
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"tile": 0},
-        {"backend": "tpu"},
-        {"precision": "half"},
-        {"exchange": "star"},
-        {"parameter_reduction": "max"},
-        {"group": 7},
-    ],
-    ids=lambda setting: next(iter(setting)),
-)
+SETTINGS = {
+    "tile": 0,
+    "backend": "tpu",
+    "precision": "half",
+    "exchange": "star",
+    "parameter_reduction": "max",
+    "group": 7,
+}
+
+
 @pytest.mark.parametrize(("module", "loss", "args"), CASES)
-def test_settings_reach_the_loss(module: Any, loss: Any, args: tuple[Any, ...], setting: dict[str, Any]) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"^{next(iter(setting))} must be"):
-        module(**setting)(*leaves(*args))
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_reach_the_loss(module: Any, loss: Any, args: tuple[Any, ...], name: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{name} must be"):
+        module(**{name: SETTINGS[name]})(*leaves(*args))

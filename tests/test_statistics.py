@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -59,22 +58,6 @@ def test_a_gradient_cache_takes_a_loss_of_the_user_s_own() -> None:
     scale, inputs = SCALE.clone().requires_grad_(), (torch.arange(M), torch.arange(N))
     value = training.cached_step(tuple(towers), inputs, loss, scale=scale, chunk=5)
     assert all(map(torch.equal, [value, *(x.weight.grad for x in towers), scale.grad], stepped()))
-
-
-def test_numpy_and_torch_say_the_same() -> None:
-    """Gradients of one backend for tensors of the other library; without a gradient NumPy's vectors."""
-    ids = {name: x if isinstance(x, str) else x.numpy() for name, x in IDS.items()}
-    arrays = contrastile.statistics(ROWS.numpy(), COLUMNS.numpy(), 1.5, **ids)
-    assert all(type(x) is np.ndarray and x.dtype == np.float64 for side in arrays for x in side)
-    given = [x.clone().requires_grad_() for x in (ROWS, COLUMNS, SCALE)]
-    value = loss(*given, backend="numpy")
-    size = float((ROWS.abs() @ COLUMNS.abs().T).max() * SCALE)
-    for x, y in zip([value.detach(), *torch.autograd.grad(value, given)], stepped(), strict=True):
-        # both compute in float64: products of 6 terms, sums of at most N, and exponentials that differ by their errors
-        assert ((x - y).abs() <= 2.0**-53 * 64 * (N + size) * (1 + size + y.abs().max())).all()
-    unlike = contrastile.statistics(ROWS, None, SCALE).rows
-    assert torch.equal(unlike.positives, torch.full((M,), -torch.inf, dtype=torch.float64))
-    assert not unlike.spread.any()
 
 
 @pytest.mark.parametrize(

@@ -92,17 +92,6 @@ def test_a_size_is_a_whole_number_of_mib(given: str, monkeypatch: pytest.MonkeyP
         mebibytes("CONTRASTILE_KEEP_MIB", 7)
 
 
-@pytest.mark.parametrize(("given", "mib"), [("0", 0), ("2048", 2048), (" 8 ", 8), (None, 7)])
-def test_a_size_is_the_variable_s_or_else_the_default(
-    given: str | None, mib: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if given is None:
-        monkeypatch.delenv("CONTRASTILE_KEEP_MIB", raising=False)
-    else:
-        monkeypatch.setenv("CONTRASTILE_KEEP_MIB", given)
-    assert mebibytes("CONTRASTILE_KEEP_MIB", 7) == mib * 2**20
-
-
 @pytest.mark.parametrize(
     ("option", "variable", "size", "usual"),
     [

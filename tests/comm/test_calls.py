@@ -209,10 +209,3 @@ def test_two_threads_within_one_phase_are_refused() -> None:
     assert isinstance(found, Conflict)
     one.leave()
     assert in_another_thread(one.post) == 2
-
-
-@pytest.mark.parametrize("size", [0, 1, calls.NUMBERS_IN_FRAME, calls.NUMBERS_IN_FRAME + 1, 100])
-def test_records_of_any_length_cross_in_frames(size: int) -> None:
-    records = [np.arange(size) - 2**62 + rank for rank in range(2)]
-    for got in pair(lambda comm: comm.agree(records[comm.rank])):
-        np.testing.assert_array_equal(got, records)

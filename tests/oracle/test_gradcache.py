@@ -159,21 +159,3 @@ def test_deep_distance_end_to_end_against_autograd(problem):
     ):
         assert agrees(ours, ball)
         assert agrees(theirs, ball)
-
-
-def test_deep_distance_with_early_interaction_and_other_sub_batches():
-    """f(s) = s and g(t) = t; and the grid of sub-batches changes nothing but the rounding (Eq. 10-13)."""
-    F, G, r = representations(np.random.default_rng(3))
-    Omega, tau = np.random.default_rng(4).standard_normal((5, 5)), 0.5
-    whole = [slice(0, 7)], [slice(0, 11)]
-    ragged = row_slices((3, 0, 4)), row_slices((1, 6, 4))
-    d = gradcache_distance.distances(BILINEAR, Omega, F, G, *ragged)
-    balls = np.tanh(Ball(F) @ Ball(Omega) @ Ball(G).T)
-    assert agrees(d, balls)
-    w = gradcache_distance.distance_gradient_cache(d, r, tau)
-    assert agrees(w, contrastive(d, np.eye(11), r, Ball(1.0) / tau, 7)[1])
-    expected = BILINEAR.vjp(Ball(Omega), Ball(F), Ball(G), Ball(w))
-    for grid in (whole, ragged):
-        assert agrees(gradcache_distance.distance_parameter_gradient(BILINEAR, Omega, F, G, w, *grid), expected[0])
-        assert agrees(gradcache_distance.anchor_gradient_of_distances(BILINEAR, Omega, F, G, w, *grid), expected[1])
-        assert agrees(gradcache_distance.target_gradient_of_distances(BILINEAR, Omega, F, G, w, *grid), expected[2])

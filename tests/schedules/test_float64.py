@@ -38,12 +38,6 @@ def ratio(problem: Problem, got: Outcome, view: Any = as_it_is) -> float:
     return compare_with_plain(problem, truth(problem), got, TORCH.accuracy, "float64", view=view).ratio
 
 
-@pytest.mark.parametrize("blocks", [(43,), (17, 26)])
-def test_of_a_process_alone(blocks: tuple[int, ...]) -> None:
-    problem = replace(WRONG, columns=tuple(np.split(WRONG.columns[0], np.cumsum(blocks)[:-1])))
-    assert ratio(problem, TORCH.run(problem)) < 1
-
-
 def test_of_rows_against_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triangle, "CPU_ROWS", 9)
     assert ratio(VIEWS, TORCH.run(THEMSELVES), rearrange.folded) < 1

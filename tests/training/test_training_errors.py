@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -189,10 +187,3 @@ def test_shapes_that_change_between_the_passes() -> None:
 
     with pytest.raises(ValueError, match=r"same shapes both times, got \(4, 3\) where it was \(2, 3\)"):
         step((growing,), (X,), lambda a, s: a.sum())
-
-
-def test_training_without_torch_says_what_to_install() -> None:
-    code = "import sys; sys.modules['torch'] = None; import contrastile; contrastile.training"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 1
-    assert "pip install 'contrastile[torch]'" in done.stderr

@@ -16,6 +16,7 @@ from engines import PATIENCE, say, started
 
 import contrastile
 from contrastile.backends import load
+from contrastile.comm.communicator import ExchangeError
 from contrastile.comm.connect import connect
 from contrastile.comm.watchdog import deadline_or
 
@@ -43,9 +44,25 @@ def fail(group: Any, fault: str) -> None:
         raise ValueError(fault)
 
 
+def absent(ranks: Any, faulty: int) -> None:
+    """A rank that never calls the loss."""
+    # a start takes long on a busy machine, and is not counted
+    ranks.dist.barrier()
+    if ranks.rank == faulty:
+        time.sleep(1000)
+    try:
+        connect(ranks.world)
+    except ExchangeError as error:
+        say(ranks.rank, str(error))
+        raise
+
+
 def main() -> None:
     fault, where, faulty = sys.argv[2], sys.argv[3], int(sys.argv[4])
     ranks = started()
+    if fault == "absent":
+        absent(ranks, faulty)
+        return
     # ranks may take long to come here, which is no fault
     connect(ranks.world, deadline=PATIENCE)
     group = connect(ranks.world, deadline=deadline_or(None))

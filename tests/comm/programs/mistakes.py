@@ -11,8 +11,10 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -104,92 +106,64 @@ class Call:
 right = 0
 
 
-def fails(ranks: Any, step: int) -> bool:
-    """Whether this rank makes its mistake now; then it says so."""
-    now = step == STEP and ranks.rank == FAULTY
-    if now:
-        say(ranks.rank, f"fails {time.time()}")
-    return now
-
-
-def skipped_backward(ranks: Any) -> None:
-    for step in range(STEPS):
-        call = Call(ranks, ranks.world, [step] * ranks.size)
-        if fails(ranks, step):
-            continue
+def skipped_backward(ranks: Any, step: int, *, now: bool) -> None:
+    call = Call(ranks, ranks.world, [step] * ranks.size)
+    if not now:
         call.backward()
 
 
-def skipped_forward(ranks: Any) -> None:
+def skipped_forward(ranks: Any, step: int, *, now: bool) -> None:
     # of the calls that are made the numbers are right: they are of what the ranks passed
-    for step in range(STEPS):
-        if fails(ranks, step):
-            continue
-        number = step - (ranks.rank == FAULTY and step > STEP)
-        batches = [number + (r == FAULTY and number >= STEP) for r in range(ranks.size)]
-        Call(ranks, ranks.world, batches).backward()
+    if now:
+        return
+    number = step - (ranks.rank == FAULTY and step > STEP)
+    batches = [number + (r == FAULTY and number >= STEP) for r in range(ranks.size)]
+    Call(ranks, ranks.world, batches).backward()
 
 
-def swapped_backwards(ranks: Any) -> None:
-    for step in range(STEPS):
-        both = [Call(ranks, ranks.world, [step] * ranks.size, model) for model in (0, 1)]
-        for call in reversed(both) if fails(ranks, step) else both:
-            call.backward()
+def raised_between(ranks: Any, step: int, *, now: bool) -> None:
+    call = Call(ranks, ranks.world, [step] * ranks.size)
+    if now:
+        raise RuntimeError("this rank has a defect")
+    call.backward()
 
 
-def raised_between(ranks: Any) -> None:
-    for step in range(STEPS):
-        call = Call(ranks, ranks.world, [step] * ranks.size)
-        if fails(ranks, step):
-            raise RuntimeError("this rank has a defect")
-        call.backward()
-
-
-def broken_backward(ranks: Any) -> None:
-    exchange = Communicator.exchange
-
+def broken_backward(ranks: Any, step: int, *, now: bool) -> None:
     def broken(*_: Any) -> Any:
         raise MemoryError("out of memory")
 
-    for step in range(STEPS):
-        call = Call(ranks, ranks.world, [step] * ranks.size)
-        if not fails(ranks, step):
-            call.backward()
-            continue
-        Communicator.exchange = broken  # type: ignore[method-assign]
-        try:
-            call.backward()
-        except MemoryError:
-            continue
-        finally:
-            Communicator.exchange = exchange  # type: ignore[method-assign]
+    call = Call(ranks, ranks.world, [step] * ranks.size)
+    with mock.patch.object(Communicator, "exchange", broken) if now else nullcontext(), suppress(MemoryError):
+        call.backward()
 
 
-def two_models(ranks: Any) -> None:
-    for step in range(STEPS):
-        both = [Call(ranks, ranks.world, [step] * ranks.size, model) for model in (0, 1)]
-        fails(ranks, step)
-        for call in reversed(both):
-            call.backward()
+def swapped_backwards(ranks: Any, step: int, *, now: bool) -> None:
+    both = [Call(ranks, ranks.world, [step] * ranks.size, model) for model in (0, 1)]
+    for call in reversed(both) if now else both:
+        call.backward()
 
 
-def two_models_in_another_order(ranks: Any) -> None:
-    groups = [ranks.part([list(range(ranks.size))]) for _ in range(2)]
-    for step in range(STEPS):
-        order = (1, 0) if fails(ranks, step) else (0, 1)
-        for model in order:
-            Call(ranks, groups[model], [step] * ranks.size, model).backward()
+def two_models(ranks: Any, step: int, *, now: bool) -> None:
+    both = [Call(ranks, ranks.world, [step] * ranks.size, model) for model in (0, 1)]
+    for call in reversed(both):
+        call.backward()
 
 
-def another_scale(ranks: Any) -> None:
+def two_models_in_another_order(ranks: Any, step: int, *, now: bool) -> None:
+    if not groups:
+        groups.extend(ranks.part([list(range(ranks.size))]) for _ in range(2))
+    for model in (1, 0) if now else (0, 1):
+        Call(ranks, groups[model], [step] * ranks.size, model).backward()
+
+
+def another_scale(ranks: Any, step: int, *, now: bool) -> None:
     # on a host the call raises; on a device it gives NaN, and the next call raises
-    for step in range(STEPS):
-        scale = SCALE + fails(ranks, step)
-        call = Call(ranks, ranks.world, [step] * ranks.size, scale=scale)
-        (call.nothing if step == STEP else call.backward)()
+    call = Call(ranks, ranks.world, [step] * ranks.size, scale=SCALE + now)
+    (call.nothing if step == STEP else call.backward)()
 
 
-MISTAKES: dict[str, Callable[[Any], None]] = {
+groups: list[Any] = []
+MISTAKES: dict[str, Callable[..., None]] = {
     "skipped backward": skipped_backward,
     "skipped forward": skipped_forward,
     "swapped backwards": swapped_backwards,
@@ -208,7 +182,9 @@ def main() -> None:
     connect(ranks.world, deadline=PATIENCE)
     connect(ranks.world, deadline=deadline_or(None))
     try:
-        MISTAKES[MISTAKE](ranks)
+        for step in range(STEPS):
+            now = step == STEP and ranks.rank == FAULTY
+            MISTAKES[MISTAKE](ranks, step, now=now)
     except BaseException as error:
         text = str(error).partition("\n")[0]
         say(ranks.rank, f"{time.time()} {right} right, then {type(error).__name__}: {text}")
