@@ -330,7 +330,7 @@ def _label(row: Measurement) -> str:
 def seconds(call: Callable[[], Any], device: str, count: int = 1) -> float:
     """Wall-clock seconds of so many calls, on a GPU until they are done; the last results are freed afterwards."""
     _wait(device)
-    start = time.perf_counter()
+    kept, start = None, time.perf_counter()
     for _ in range(count):
         kept = call()
     _wait(device)
