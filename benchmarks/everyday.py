@@ -8,7 +8,7 @@
 
 ``everyday``   every loss beside plain PyTorch, eager and compiled; over ranks clip_loss beside open_clip's local loss
 ``steps``      our own clip_loss beside the ceiling, a large matrix product; over ranks by every exchange and number
-``peers``      clip_loss beside the ceiling and public implementations; who cannot be had is recorded with the reason
+``peers``      clip_loss beside the ceiling and public implementations; why one cannot be loaded is recorded
 
 A call is an eager forward and backward, host time included. Our backends are held to the oracle first, on one process:
 one that fails is not timed. The record is written after every row, and keeps what an earlier run of the same commit on
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import sys
 import time
@@ -33,7 +34,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
-from harness import Call, Ranks, captured, ceiling, facts, no_ceiling, paired, write  # noqa: E402
+from harness import Call, Ranks, captured, ceiling, facts, paired, write  # noqa: E402
 from peers.timed import OPEN_CLIP, PLAINS, TIMED, Loss, compiled, loaded  # noqa: E402
 
 import contrastile  # noqa: E402
@@ -146,7 +147,7 @@ def smoke(found: tuple[Case, ...]) -> tuple[Case, ...]:
 
 
 Job = tuple[str, str, int, Loss | None, str]
-"""Name, exchange and number of ranks of one implementation; its loss, or None and why it is not to be had."""
+"""Name, exchange and number of ranks of one implementation; its loss, or None and the reason."""
 
 
 def ours(case: Case, backend: str, **how: Any) -> Loss:
@@ -159,7 +160,7 @@ def ours(case: Case, backend: str, **how: Any) -> Loss:
 
 
 def jobs(part: str, case: Case, ranks: Ranks, backends: list[str]) -> Iterator[Job]:
-    """Everybody who computes a case."""
+    """Every implementation of a case."""
     size = ranks.size
     everyday, steps = part == "everyday", part == "steps"
     numbers = list(ranks.groups) if steps else [size]
@@ -218,7 +219,7 @@ class Run:
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.started, self.ranks = given, time.monotonic(), Ranks.join(given.device)
         slot = given.slot or (0.06 if given.part == ["everyday"] else 0.3)
-        self.slot, self.ceiling = slot, no_ceiling if given.part == ["everyday"] else ceiling(self.ranks, slot)
+        self.slot, self.ceiling = slot, (lambda: math.nan) if given.part == ["everyday"] else ceiling(self.ranks, slot)
         environment = facts(self.ranks, given.commit)
         self.data: dict[str, Any] = {"environment": environment, "settings": {"slot": slot}, "verify": [], "times": []}
         if given.out and given.out.exists():
@@ -303,7 +304,7 @@ class Run:
         words = (
             f"{x['name']} {x['exchange']} {statistics.median(x['milliseconds']):.3f}" for x in rows if "calls" in x
         )
-        self.ranks.say(f"{rows[0]['row']}: {', '.join(words)}" if rows else "nobody")
+        self.ranks.say(f"{rows[0]['row']}: {', '.join(words)}" if rows else "no implementation")
         for row in rows:
             if row["status"] == "skip":
                 self.ranks.say(f"  {row['name']}: {row['reason']}")

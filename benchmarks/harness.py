@@ -173,11 +173,6 @@ def ceiling(ranks: Ranks, slot: float) -> Callable[[], float]:
     return rate
 
 
-def no_ceiling() -> float:
-    """The yardstick of calls that are compared with one another alone."""
-    return math.nan
-
-
 def paired(
     ranks: Ranks, calls: dict[str, Call], yardstick: Callable[[], float], slot: float, rounds: int, patience: float
 ) -> tuple[dict[str, Samples], dict[str, str]]:
@@ -186,7 +181,7 @@ def paired(
     Args:
         ranks: all of them make the same calls.
         calls: by name.
-        yardstick: the ceiling's rate.
+        yardstick: the ceiling's rate; NaN where calls are compared with one another alone.
         slot: seconds of a sample; of one call where that takes longer.
         rounds: samples of each.
         patience: seconds that a call may take.

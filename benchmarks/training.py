@@ -1,8 +1,8 @@
 """Times an optimizer step of a MiniLM at a large batch: ``training.cached_step`` beside the gradient caches of others.
 
-Everybody trains the same encoder on the same random tokens, encodes under the encoder's own autocast, computes InfoNCE
-from queries to keys under the same autocast, and takes the same AdamW step. sentence-transformers and GradCache are
-optional: who cannot be imported, or fails, is recorded with the reason.
+All train the same encoder on the same random tokens, encode under the encoder's own autocast, compute InfoNCE from
+queries to keys under the same autocast, and take the same AdamW step. sentence-transformers and GradCache are optional:
+one that cannot be imported, or fails, is recorded with the reason.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Some memory: what it is for, its bytes on each GPU, and how they come about."""
+    """One use of memory: what it is for, its bytes on each GPU, and where they come from."""
 
     what: str
     bytes: int
@@ -83,10 +83,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to make the step.
+    """One way to run the step.
 
     Attributes:
-        name: how it is called.
+        name: the call.
         bytes: its peak on each GPU.
         fits: whether that is within the memory.
         chunk: samples that are encoded at a time.
@@ -215,7 +215,7 @@ def offloaded_items(setup: Setup, backend: Backend, block: int = BLOCK) -> tuple
         # one block: the plain loss, on a copy
         return Item("embeddings", 2 * b * d * item, "copied for the loss"), *loss_items(setup, backend, "local")
     taken = _footprint(setup, backend, block, block)
-    # of the features' own dtype they are made in place, and a CPU is home
+    # sums in the features' own dtype become gradients in place, and on a CPU nothing is copied
     copied = item < state and setup.device == "cuda"
     on_the_way = [Item("gradients", 2 * block * d * item, "on their way to the host")] if copied else []
     return (

@@ -101,7 +101,7 @@ there are several ranks. From what everybody has to what must be installed."""
 
 
 def loaded(name: str, *, several: bool, kind: str) -> tuple[Loss | None, str]:
-    """The loss of a name of ``TIMED``, or None and why it is not to be had."""
+    """The loss of a name of ``TIMED``, or None and the reason."""
     places, load = TIMED[name]
     if kind != "cuda" and "cpu" not in places:
         return None, "needs a GPU"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -89,13 +88,8 @@ def _compare(
     # exact: the features were drawn in float32
     given = replace(drawn, image=image.astype(np.float32), text=text.astype(np.float32))
     loss, gradients = implementation.step(arguments(given, implementation.library, dtype, device, scale))()
-    worst = compare(_outcome(loss, gradients), exact.outcome, allowed, FIELDS)
+    values = [library_of(x).to_numpy(x) if hasattr(x, "shape") else x for x in (loss, *gradients)]
+    value, rows, columns, d_scale = (np.array(x, dtype=np.float64) for x in values)
+    outcome = Outcome(loss=value, rows=rows, columns=(columns,), scale=d_scale)
+    worst = compare(outcome, exact.outcome, allowed, FIELDS)
     return worst.ratio, f"{worst} ({workload.variant}, b = {workload.batch}, d = {workload.width})"
-
-
-def _outcome(loss: Any, gradients: tuple[Any, Any, Any]) -> Outcome:
-    def widened(x: Any) -> Any:
-        return np.array(library_of(x).to_numpy(x) if hasattr(x, "shape") else x, dtype=np.float64)
-
-    d_image, d_text, d_scale = (widened(x) for x in gradients)
-    return Outcome(loss=widened(loss), rows=d_image, columns=(d_text,), scale=d_scale)

@@ -105,14 +105,6 @@ def main(args: argparse.Namespace) -> int:
     return 0 if any(row.seconds for row in found.rows) else 2
 
 
-def _usual_backends(device: str) -> list[str]:
-    """The backends that run on a device; numpy, which is float64 and for reference, only where there is no other."""
-    found = [
-        name for name, missing in available().items() if missing is None and name != "numpy" and _runs(name, device)
-    ]
-    return found or ["numpy"]
-
-
 def _runs(name: str, device: str) -> bool:
     try:
         return device in load(name).devices
@@ -126,7 +118,9 @@ def _runs(name: str, device: str) -> bool:
 def settings(args: argparse.Namespace, device: str = "cpu") -> SweepSettings:
     """The settings that the arguments ask for, on this device; ``--quick`` fills in what was not given."""
     usual = QUICK if args.quick else USUAL
-    backends = args.backend or _usual_backends(device)
+    # numpy, which is float64 and for reference, only where there is no other
+    here = [name for name, missing in available().items() if missing is None and name != "numpy"]
+    backends = args.backend or [name for name in here if _runs(name, device)] or ["numpy"]
     return SweepSettings(
         backends=tuple(dict.fromkeys(backends)),
         batches=tuple(dict.fromkeys(args.batch or usual["batch"])),

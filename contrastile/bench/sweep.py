@@ -151,7 +151,11 @@ def run(settings: SweepSettings, advance: Advance) -> Sweep:
         ValueError, TypeError: a name is no backend.
         BackendUnavailableError: a backend that was named cannot be loaded.
     """
-    implementations, absent = _load(settings)
+    implementations, absent = [_named(name) for name in settings.backends], dict[str, str]()
+    try:
+        implementations.append(named(PLAIN))
+    except ImportError:
+        absent[PLAIN] = "needs torch; run: pip install 'contrastile[torch]'"
     use_threads(settings.threads)
     found = Sweep(settings, measurement_environment(settings.device))
     try:
@@ -196,16 +200,6 @@ def steps(settings: SweepSettings) -> int:
     return flops * (len(settings.backends) + 1) * (settings.repeat + 1)
 
 
-def _load(settings: SweepSettings) -> tuple[list[Implementation], dict[str, str]]:
-    """The implementations, the plain loss last; and why the plain loss is absent, if it is."""
-    found, absent = [_named(name) for name in settings.backends], {}
-    try:
-        found.append(named(PLAIN))
-    except ImportError:
-        absent[PLAIN] = "needs torch; run: pip install 'contrastile[torch]'"
-    return found, absent
-
-
 def _named(name: str) -> Implementation:
     try:
         return named(name)
@@ -231,7 +225,15 @@ def _measure(
             advance(f"{_label(row)}: memory", workload.flops)
             row.reason = _does_not_fit(implementation, workload, settings, seconds_per_logit)
             if row.reason is None and settings.memory:
-                _count_bytes(row, settings)
+                how = {name: getattr(settings, name) for name in ("dtype", "device", "scale", "threads")}
+                how |= {
+                    "implementation": row.implementation,
+                    "workload": (workload.variant, workload.batch, workload.width),
+                }
+                try:
+                    row.peak_bytes = memory.measure_in_a_child(60 + 2 * settings.budget, **how)
+                except memory.MemoryMeasurementError as error:
+                    row.reason = str(error)
             if row.reason is None:
                 work.append((implementation, row))
             else:
@@ -268,16 +270,6 @@ def _does_not_fit(
 
 def _key(implementation: Implementation, workload: Workload) -> tuple[str, str, int]:
     return implementation.name, workload.variant, workload.width
-
-
-def _count_bytes(row: Measurement, settings: SweepSettings) -> None:
-    how = {name: getattr(settings, name) for name in ("dtype", "device", "scale", "threads")}
-    size = row.workload.variant, row.workload.batch, row.workload.width
-    timeout = 60 + 2 * settings.budget
-    try:
-        row.peak_bytes = memory.measure_in_a_child(timeout, implementation=row.implementation, workload=size, **how)
-    except memory.MemoryMeasurementError as error:
-        row.reason = str(error)
 
 
 def _time(work: list[tuple[Implementation, Measurement]], found: Sweep, advance: Advance) -> None:
@@ -338,7 +330,7 @@ def _label(row: Measurement) -> str:
 def seconds(call: Callable[[], Any], device: str, count: int = 1) -> float:
     """Wall-clock seconds of so many calls, on a GPU until they are done; the last results are freed afterwards."""
     _wait(device)
-    start = time.perf_counter()
+    kept, start = None, time.perf_counter()
     for _ in range(count):
         kept = call()
     _wait(device)

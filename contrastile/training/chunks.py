@@ -51,7 +51,7 @@ class Chunks(ABC):
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """What the chunks are cut from, or hold, as far as it can be known."""
+        """The tensors that the chunks are cut from, or hold, as far as they are known."""
 
     def extend(self, count: int) -> None:
         """Add chunks without samples until there are ``count``."""

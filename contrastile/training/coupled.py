@@ -1,4 +1,4 @@
-"""Layers that break the rule of the gradient cache: an embedding depends on its own sample alone."""
+"""Finds layers that break the gradient cache's rule: an embedding depends on its own sample alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 
 def warn_of_coupled(modules: Sequence[nn.Module]) -> bool:
-    """Warn of layers whose result depends on other samples, or on how many forwards there have been; whether any do."""
+    """Warn of layers whose result depends on other samples or on the number of forwards; True if there are any."""
     found = False
     for module in modules:
         for name, each in module.named_modules():

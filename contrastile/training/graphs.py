@@ -1,4 +1,4 @@
-"""What a value of the caller's depends on: the leaves of its graph, and their gradients."""
+"""The leaves of a tensor's autograd graph, and their gradients."""
 
 from __future__ import annotations
 

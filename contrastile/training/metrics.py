@@ -1,4 +1,4 @@
-"""What to watch in training beside the loss."""
+"""Metrics of a training step beside the loss."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rank_at_1(query: Tensor, key: Tensor, tile: int | None = None) -> Tensor:
 
 
 def mark() -> Any:
-    """Now: on the clock of the current CUDA stream where CUDA is in use, else on the host's."""
+    """The current time: an event on the current CUDA stream where CUDA is in use, else the host's clock."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return time.perf_counter()
     event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -40,7 +40,7 @@ def mark() -> Any:
 
 
 def seconds(start: Any, end: Any) -> float:
-    """Between two marks; waits until the device is at the second."""
+    """The time between two marks; waits until the device has reached the second."""
     if isinstance(start, float):
         return float(end - start)
     end.synchronize()

@@ -1,4 +1,4 @@
-"""What a forward pass takes from its surroundings, recorded and put back: random generators and autocast.
+"""Records and restores the state that a forward pass reads: random generators and autocast.
 
 An encoder that drops out, or augments, must draw the same numbers when a chunk is encoded again, bit for bit, or the
 second pass differentiates other embeddings than the loss saw.
@@ -33,7 +33,7 @@ class RandomState:
         self._devices = [(device, torch.get_device_module(device).get_rng_state(*_index(device))) for device in devices]
 
     def restore(self) -> None:
-        """Put every generator back to where it was."""
+        """Restore every generator."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._cpu)

@@ -1,4 +1,4 @@
-"""The two passes of gradient caching over any number of towers, and what comes between them."""
+"""The two passes of gradient caching over any number of towers, and the gradient of the loss between them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Chunk = Size | Sequence[Size] | None
 
 @dataclass
 class _Tower:
-    """A callable and what the first pass found out about each of its chunks.
+    """A callable, and what the first pass recorded of each of its chunks.
 
     Attributes:
         encode: takes a chunk of every one of its inputs.
@@ -338,7 +338,7 @@ def _same(numbers: Sequence[Tensor]) -> Tensor:
 
 @contextmanager
 def _explained(chunk: tuple[Any, ...]) -> Iterator[None]:
-    """Say what an encoder that fails at a chunk without samples must do."""
+    """Where an encoder fails at a chunk without samples, raise an error that says what it must do."""
     try:
         yield
     except RuntimeError as error:

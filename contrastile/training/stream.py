@@ -67,7 +67,7 @@ class Loaded(Sliced):
 
 
 def _sent(chunk: Any, device: torch.device, copies: Any, pinned: list[Pinned]) -> tuple[Any, Any]:
-    """Start to copy a chunk, through page-locked memory for each of its tensors; with the event of its arrival."""
+    """Start to copy a chunk through page-locked memory; returns the copy and the event of its arrival."""
     place = iter(range(len(tensors(chunk))))
 
     def copied(x: Tensor) -> Tensor:

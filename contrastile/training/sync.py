@@ -1,4 +1,4 @@
-"""Data parallel encoders: gradients are reduced once per step, in the last backward pass, and not per chunk."""
+"""Data-parallel encoders: gradients are reduced once per step, in the last backward pass, instead of per chunk."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Reduction:
 
     @contextmanager
     def quiet(self, tower: int | None = None) -> Iterator[None]:
-        """No reduction: ``no_sync`` for DDP, ``set_requires_gradient_sync(False)`` for FSDP2, put back at the end.
+        """Suppress reduction: ``no_sync`` for DDP, ``set_requires_gradient_sync(False)`` for FSDP2; restored after.
 
         Args:
             tower: DDP modules that this tower is the last to call are left as they are.
@@ -128,18 +128,18 @@ class Reduction:
 
     @contextmanager
     def watch(self, tower: int, encode: Any) -> Iterator[None]:
-        """Note the DDP modules that are called meanwhile, by the first pass of a tower."""
+        """Record the DDP modules that a tower's first pass calls."""
         itself = (encode, getattr(encode, "_orig_mod", None))
 
-        def note(module: nn.Module, *_: Any) -> None:
+        def record(module: nn.Module, *_: Any) -> None:
             self._called.setdefault(module, set()).add(tower)
 
         with ExitStack() as stack:
             for module in self.ddp:
                 if any(module is x for x in itself):
-                    note(module)
+                    record(module)
                 else:
-                    stack.callback(module.register_forward_pre_hook(note).remove)
+                    stack.callback(module.register_forward_pre_hook(record).remove)
             yield
 
     def check_called(self) -> None:
@@ -232,7 +232,7 @@ class Reduction:
 
 
 def refuse(module: nn.Module) -> None:
-    """Raise for engines that reduce in ways that are not known to work here."""
+    """Raise for engines whose way of reducing is not supported."""
     kind = type(module).__name__
     if kind == "FullyShardedDataParallel":
         raise ValueError("encode must not be FSDP1, got FullyShardedDataParallel; use fully_shard (FSDP2) or DDP")

@@ -134,7 +134,7 @@ def test_what_raises_or_is_too_slow_is_left_out_and_says_why(monkeypatch: pytest
         raise RuntimeError("no kernel image")
 
     monkeypatch.setattr(harness, "elapsed", lambda ranks, call, count: 2.0)
-    found, reasons = paired(ALONE, {"broken": broken, "slow": lambda: None}, harness.no_ceiling, 0.1, 1, 1.0)
+    found, reasons = paired(ALONE, {"broken": broken, "slow": lambda: None}, lambda: 1.0, 0.1, 1, 1.0)
     assert reasons["broken"] == "RuntimeError: no kernel image"
     assert "one call takes 2 s" in reasons["slow"]
     assert not found
