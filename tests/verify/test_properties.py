@@ -5,15 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from contrastile.backends.contract import Options
-from contrastile.backends.registry import load
 from contrastile.mutate.registry import every
 from contrastile.verify.comparison import identical
 from contrastile.verify.properties import PROPERTIES
-from contrastile.verify.runner import Run
-from contrastile.verify.selection import Selection
 from contrastile.verify.truth import Outcome
 
 RECORD = Path(__file__).resolve().parents[2] / "docs" / "results" / "mutants.json"
@@ -22,21 +17,8 @@ RECORD = Path(__file__).resolve().parents[2] / "docs" / "results" / "mutants.jso
 def test_every_property_catches_a_defect_and_says_what_it_is():
     caught = {each["property"] for each in json.loads(RECORD.read_text(encoding="utf-8"))["mutants"]}
     caught |= {word for each in every() for word in each.checks}
-    # what is refused: the test below
-    assert set(PROPERTIES) <= caught | {"public-refusals"}
+    assert set(PROPERTIES) <= caught
     assert all(each.about.endswith(".") for each in PROPERTIES.values())
-
-
-def test_what_is_not_refused_is_told(monkeypatch):
-    pytest.importorskip("torch")
-
-    def found():
-        (row,) = Run(Selection({"torch": load("torch")}, None, ["public-refusals"], ["float32"])).rows()
-        return row["status"], row["reason"]
-
-    assert found() == ("pass", "")
-    monkeypatch.setattr("contrastile.validation.options", lambda *_: Options())
-    assert found() == ("fail", "tile=True: it was computed")
 
 
 def test_what_is_missing_the_second_time_is_not_the_same():

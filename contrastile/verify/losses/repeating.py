@@ -14,8 +14,9 @@ import numpy as np
 from contrastile.backends.contract import Array
 from contrastile.verify import peak, process
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, largest, wrong
+from contrastile.verify.layouts import transposed
 from contrastile.verify.losses.cases import LossCase, rounded, sized
-from contrastile.verify.losses.properties import UPSTREAM, LossTrial, by_autograd, gradient_fields, transposed
+from contrastile.verify.losses.properties import UPSTREAM, LossTrial, by_autograd, gradient_fields, placed
 from contrastile.verify.losses.subject import Call, Result, prepare
 from contrastile.verify.trial import SkipError
 
@@ -149,7 +150,7 @@ def settings(trial: LossTrial) -> Comparisons:
         before = process.state()
         trial.run()
         if trial.loss.claims.strided:
-            trial.run(layout=partial(transposed, trial.loss.arrays))
+            trial.run(layout=partial(placed, transposed, trial.loss.arrays))
         changed = process.changed(before, process.state())
     if threads:
         sys.modules["torch"].set_num_threads(threads)
