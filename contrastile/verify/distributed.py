@@ -20,7 +20,7 @@ from contrastile.verify.trial import Property, SkipError, Subject, Trial
 from contrastile.verify.truth import Outcome, truth
 from contrastile.verify.worlds import Threads, judged
 
-EXCHANGES = ("ring", "gather")
+EXCHANGES = {"ring": "over a ring", "gather": "with gathered columns"}
 _EVERYWHERE = ("loss", "scale", "bias")
 
 
@@ -134,9 +134,9 @@ DISTRIBUTED = {
             Property(
                 exchange,
                 partial(schedule, exchange),
-                says=f"Loss, log-sum-exps and gradients by {exchange} are the oracle's of the whole problem.",
+                says=f"Loss, log-sum-exps and gradients {how} are the oracle's of the whole problem.",
             )
-            for exchange in EXCHANGES
+            for exchange, how in EXCHANGES.items()
         ),
         *(Property(check.__name__, check) for check in (themselves, reduction, agreement, delivery, tiles)),
         *public.OVER_RANKS,
