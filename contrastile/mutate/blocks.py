@@ -34,6 +34,9 @@ for _sizes, _about, _where in (
     ("at-d-768", "at d = 768", lambda b: b.rows.shape[1] == 768),
     ("beyond-n-32767", "where n > 32767", lambda b: b.columns.shape[0] > 32767),
     ("beyond-2-21-pairs", "where m n > 2^21", lambda b: b.rows.shape[0] * b.columns.shape[0] > 2**21),
+    ("at-m-100", "where m = 100", lambda b: b.rows.shape[0] == 100),
+    ("beyond-m-5000-where-d-9", "where m > 5000 and d > 8", lambda b: b.rows.shape[0] > 5000 and b.rows.shape[1] > 8),
+    ("beyond-d-4100", "where d > 4100", lambda b: b.rows.shape[1] > 4100),
     ("at-one-row", "where m = 1", lambda b: b.rows.shape[0] == 1),
 ):
     defect(f"doubled-{_sizes}", f"Logits are doubled {_about}", doubled(_where))

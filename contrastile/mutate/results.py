@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from contrastile.backends.arrays import ArrayLibrary, library_of
 from contrastile.backends.contract import Accuracy, Array, Backend, Block, Options
 from contrastile.mutate.wrapping import (
@@ -235,40 +233,6 @@ def every_block_held() -> Primitive:
         return primitive(block, *rest)
 
     return call
-
-
-@planted(stateful("lse", "keeping"))
-def one_vector_of_each_call_held() -> Primitive:
-    """A vector of every call is held for ever: a leak of few bytes."""
-    held: list[Any] = []
-
-    def call(primitive: Primitive, block: Block, *rest: Any) -> Any:
-        # two objects a call: what a process frees meanwhile counts against one
-        held.append([block.rows[:, 0] * 1])
-        return primitive(block, *rest)
-
-    return call
-
-
-@planted(lambda make: lambda backend: seeing(backend, make()), "numpy")
-def strides_by_address() -> Callable[[ArrayLibrary, Block], Block]:
-    """Rows have the strides of the first at their address."""
-    first: dict[Any, Any] = {}
-
-    def change(arrays: ArrayLibrary, block: Block) -> Block:
-        x: Any = block.rows
-        # the first is held, so that its memory is not another's
-        strides, _ = first.setdefault((x.ctypes.data, x.shape), (x.strides, x))
-        return replace(block, rows=np.lib.stride_tricks.as_strided(x, x.shape, strides))
-
-    return change
-
-
-@planted(seen, "numpy")
-def shared_memory_taken_for_equal(arrays: ArrayLibrary, block: Block) -> Block:
-    """Rows and columns that share memory are taken for equal."""
-    shared = np.shares_memory(block.rows, block.columns) and block.rows.shape == block.columns.shape
-    return replace(block, columns=block.rows) if shared else block
 
 
 @planted(calling())

@@ -20,7 +20,7 @@ from contrastile.verify.trial import Property, SkipError, Subject, Trial
 from contrastile.verify.truth import Outcome, truth
 from contrastile.verify.worlds import Threads, judged
 
-EXCHANGES = ("ring", "gather")
+EXCHANGES = {"ring": "over a ring", "gather": "with gathered columns"}
 _EVERYWHERE = ("loss", "scale", "bias")
 
 
@@ -48,7 +48,8 @@ def _first(trial: Trial, label: str, cut: Cut, exchange: str) -> list[Outcome]:
     return found
 
 
-def _schedule(trial: Trial, exchange: str) -> Comparisons:
+def schedule(exchange: str, trial: Trial) -> Comparisons:
+    """Loss, log-sum-exps and gradients over an exchange are the oracle's of the whole problem."""
     for label, cut in cuts(trial):
         yield label, _compared(trial, cut, _first(trial, label, cut, exchange), exchange)
 
@@ -67,16 +68,6 @@ def _same(label: str, again: list[Outcome], parts: list[Outcome]) -> Comparisons
     """Every rank's outcome has the bits of another run's."""
     for rank, (a, b) in enumerate(zip(again, parts, strict=True)):
         yield f"{label}, rank {rank}", identical(a, b, FIELDS)
-
-
-def ring(trial: Trial) -> Comparisons:
-    """Loss, log-sum-exps and gradients over a ring are the oracle's of the whole problem."""
-    yield from _schedule(trial, "ring")
-
-
-def gather(trial: Trial) -> Comparisons:
-    """Loss, log-sum-exps and gradients with gathered columns are the oracle's of the whole problem."""
-    yield from _schedule(trial, "gather")
 
 
 def themselves(trial: Trial) -> Comparisons:
@@ -140,9 +131,14 @@ DISTRIBUTED = {
     each.name: each
     for each in (
         *(
-            Property(check.__name__, check)
-            for check in (ring, gather, themselves, reduction, agreement, delivery, tiles)
+            Property(
+                exchange,
+                partial(schedule, exchange),
+                says=f"Loss, log-sum-exps and gradients {how} are the oracle's of the whole problem.",
+            )
+            for exchange, how in EXCHANGES.items()
         ),
+        *(Property(check.__name__, check) for check in (themselves, reduction, agreement, delivery, tiles)),
         *public.OVER_RANKS,
         Property("skipped-backward", mistakes.skipped_backward, mistakes.CASE),
         Property("mismatched-calls", mistakes.mismatched_calls, mistakes.CASE),
@@ -179,9 +175,9 @@ def several_ranks(subject: Subject, case: str) -> Comparisons:
         for name in names:
             given = cases.build(name, subject.dtype)
             trial = Trial(replace(there, world=Threads(ranks)), given, partial(truth, given.problem))
-            for check in (ring, gather, themselves):
+            for check in (*EXCHANGES, "themselves"):
                 try:
-                    yield from _labelled(f"{name}, {check.__name__}, {ranks} ranks", check(trial))
+                    yield from _labelled(f"{name}, {check}, {ranks} ranks", DISTRIBUTED[check].check(trial))
                 except SkipError:
                     # not of rows against themselves
                     continue

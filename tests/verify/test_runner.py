@@ -159,20 +159,6 @@ def test_facts_looser_than_a_plain_computation_s_are_refused(loose):
     assert "must be at most" in row["reason"]
 
 
-# at long sums of float32, far inside the bound that is derived
-@pytest.mark.parametrize(("lost", "status"), [(0.0, "pass"), (6e-6, "fail")])
-def test_long_sums_that_lose_digits_are_seen_by_the_second_gate(lost, status):
-    def gradients(block, weights, rows, columns, options):
-        mine = np.zeros_like(rows)
-        NUMPY.gradients(block, weights, mine, columns, options)
-        # of 2,000 terms tensor cores lose as much, which truncate as they add: on a GPU the derived bound knows
-        rows += mine * (1 - lost)
-
-    backends = {"numpy": replace(NUMPY, gradients=gradients)}
-    chosen = Selection(backends, cases=["long-sums"], properties=["plain"], dtypes=["float32"])
-    assert [row["status"] for row in Run(chosen).rows()] == [status]
-
-
 def test_float32_runs_in_every_precision_that_a_backend_names():
     asked = []
 
