@@ -45,6 +45,7 @@ _CASES = (
     "one-pair",
     "large-logits",
     "huge-logits",
+    "opposite@one",
     *OPTIONS,
 )
 _ROWS, _WIDTH = 24, 20

@@ -82,6 +82,13 @@ def _unpaired(draw: Draw, b: int, d: int) -> Pairs:
     return rows, columns
 
 
+def _against(draw: Draw, b: int, d: int) -> Pairs:
+    """One pair is opposite, and all others are nearly orthogonal."""
+    rows, columns = _unpaired(draw, b, d)
+    columns[b // 2] = -rows[b // 2]
+    return rows, columns
+
+
 def _apart(draw: Draw, b: int, d: int) -> Pairs:
     """All features of one sign in every component, the columns of the other."""
     rows, columns = (unit(1.0 + draw.standard_normal((b, d)) / 8) for _ in range(2))
@@ -141,11 +148,11 @@ def _one_tensor(draw: Draw, given: Arguments) -> Arguments:
 
 
 def _blocks(draw: Draw, given: Arguments) -> Arguments:
-    """Positives in each of three blocks, the last row of the last among them."""
+    """Positives in each of three blocks, the last row of the last among them; the ends are those of a diagonal."""
     b = len(given.features[0])
     more = tuple(_hard(draw, given, n) for n in (b - 1, b + 2))
     positives = draw.permutation(3 * b + 1)[:b]
-    positives[b // 2] = 3 * b
+    positives[[0, b // 2, -1]] = 0, 3 * b, b - 1
     return replace(_with(given, positives=positives), negatives=more)
 
 
@@ -233,6 +240,13 @@ _OPTIONS = (
         *(20.0, _optional(_few, weighted=False, label_smoothing=0.1, ids_are="positives"), _ROWWISE),
     ),
     _option("smoothing@blocks", "label smoothing of more columns", 20.0, _optional(_blocks, label_smoothing=0.3), _ONE),
+    replace(
+        _option(
+            "smoothing@many", "label smoothing of 1,100 rows", 20.0, _optional(_few_keys, label_smoothing=0.3), _ONE
+        ),
+        rows=1100,
+        width=8,
+    ),
     _option("margin", "a margin", 20.0, _optional(margin=0.35), (*_ROWWISE, *_SELF)),
     # of the shapes of the one before
     _option("margin@below", "a margin below 0", HIGH, _optional(margin=-0.15), (*_ROWWISE, *_SELF)),
@@ -261,6 +275,7 @@ BATCHES = {
         Batch("certain@300", "every pair is certain, scale 300", 43, 64, 300.0, certain_pairs),
         Batch("large-logits", "logits beyond 88: an exponential without a shift overflows", 37, 40, 300.0, _trained),
         Batch("opposite", "every logit near -100: a maximum that starts at 0 wins", 37, 40, 100.0, _apart),
+        Batch("opposite@one", "one positive far below all negatives", 37, 256, 100.0, _against),
         Batch(
             "one-direction", "all features share a direction: large logits, small differences", 37, 40, 100.0, _together
         ),
