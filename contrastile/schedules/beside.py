@@ -20,7 +20,7 @@ from contrastile.schedules import local
 from contrastile.schedules.problem import Problem
 from contrastile.schedules.sums import summed
 
-ROWS = 4096
+ROWS = 1024
 """Rows that are widened to float64 at a time."""
 
 

@@ -44,9 +44,11 @@ _CASES = (
     "nan",
     "one-pair",
     "large-logits",
+    "huge-logits",
+    "opposite@one",
     *OPTIONS,
 )
-_ROWS, _WIDTH = 23, 20
+_ROWS, _WIDTH = 24, 20
 
 
 def asked(case: str, label: str) -> bool:
@@ -89,7 +91,9 @@ def _alone(objective: str, subject: Subject, case: str) -> Comparisons:
             if each.plain and name in ("nan", "one-pair"):
                 continue
             fields = here.fields if name != "nan" else ["loss"]
-            yield f"{loss.name}, {name}", here.compare(here.result, fields)
+            found = here.run(upstream=UPSTREAM) if name in OPTIONS else here.result
+            times = UPSTREAM if name in OPTIONS and found.by_autograd else 1.0
+            yield f"{loss.name}, {name}", here.compare(found, fields, times)
         for name in names:
             held = OF_A_LOSS[name]
             if held.claim(loss.claims) or not asked(case, f"{loss.name}, {name}"):
@@ -181,8 +185,12 @@ def over_ranks(objective: str, subject: Subject, case: str) -> Comparisons:
     """Each rank calls the public loss with its part, over every exchange, by each interface and reduction."""
     world = subject.ranks
     few = [1] + [0] * (world.size - 2) + [_ROWS - 1] * (world.size > 1)
-    for turn, (how, weights) in enumerate((("uneven", [(2 * r + 3) % 5 for r in range(world.size)]), ("one row", few))):
+    cuts = {"uneven": [(2 * r + 3) % 5 for r in range(world.size)], "one row": few, "even": [1] * world.size}
+    for turn, (how, weights) in enumerate(cuts.items()):
         for share in _shared(objective, shares(_ROWS, weights), subject):
+            # only what is divided by a sum over ranks can be taken for each rank's own
+            if how == "even" and share.case.arguments.weights is None:
+                continue
             for exchange in ("ring", "gather", "replicate"):
                 for place, interface in enumerate(_interfaces(subject, share)):
                     reduction = ("mean", "sum")[(turn + place) % 2]
@@ -205,6 +213,8 @@ def _interfaces(subject: Subject, share: Share) -> list[Interface]:
 
 def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: str, reduction: str) -> Worst:
     upstream = None if interface.claims and interface.name == OF_ARRAYS[0].name else UPSTREAM
+    # the scale, beside a bias that learns
+    frozen = share.label == "bias"
 
     def program(communicator: Communicator) -> Result:
         # "mean" is the default
@@ -213,7 +223,7 @@ def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: st
         objective = share.case.claims.objective
         loss = of_interface(interface, objective, subject, subject.backend.arrays.name, interface.name, **how)
         own = share.part(communicator.rank)
-        call = prepare(loss, own, subject.dtype, subject.device)
+        call = prepare(loss, own, subject.dtype, subject.device, train=[True, True, False, True] if frozen else None)
         if communicator.rank == 0:
             # equal arrays are one object here, and two on the others
             one: dict[bytes, Any] = {}
@@ -236,7 +246,7 @@ def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: st
         case, times = share.case, upstream or 1.0
         spread = share.spread(exchange, 2 if case.claims.objective == "nt_xent" else 1)
         exact, bound = allowed.expected(case, times), allowed.allowed(case, times, spread)
-        fields = ("loss", "rows", "columns", "scale", "bias")
+        fields = ("loss", "rows", "columns", *(() if frozen else ("scale",)), "bias")
         return compared(case, share.joined(parts, reduction), exact, bound, fields)
 
     return judged(subject.ranks, judge)

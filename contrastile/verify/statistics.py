@@ -44,6 +44,7 @@ def _problems(dtype: str) -> Iterator[tuple[str, Problem]]:
     kinds: dict[str, dict[str, Any]] = {
         "blocks": {"columns": blocks, "positives": np.arange(_M)},
         "positives": {"positives": np.where(draw.random(_M) < 0.2, -1, where)},
+        "as many columns": {"columns": (columns[:_M],), "positives": where % _M},
         "left out": {"positives": where, "row_ids": ids, "column_ids": of_columns},
         "ids": {"row_ids": ids, "column_ids": of_columns, "match": "target"},
         "labels": {"columns": (rows,), "row_ids": ids, "column_ids": ids, "match": "target", "excluded": np.arange(_M)},
@@ -53,7 +54,7 @@ def _problems(dtype: str) -> Iterator[tuple[str, Problem]]:
         made = Problem(rows=rows, scale=scale, row_weight=np.ones(_M), row_target=np.ones(_M), **given)
         _, positive = masks(made)
         target, over = (target_weights(x).max(axis=1, initial=0.0) for x in (positive, positive.T))
-        two_sided = {} if made.excluded is not None else {"column_weight": np.ones(_N), "column_target": over}
+        two_sided = {} if made.excluded is not None else {"column_weight": np.ones(len(over)), "column_target": over}
         yield kind, replace(made, row_target=target, **two_sided)
 
 
@@ -165,7 +166,7 @@ def over_ranks(subject: Subject, case: str) -> Comparisons:
         for turn, exchange in enumerate(("ring", "gather", "replicate")):
             (columns,) = problem.columns
             rows = shares(_M, weights)
-            over = rows if problem.excluded is not None else shares(len(columns), weights[::-1])
+            over = rows if len(columns) == _M else shares(len(columns), weights[::-1])
             how = {"exchange": exchange, "parameter_reduction": ("mean", "sum")[turn % 2], "by_autograd": by_autograd}
             yield f"{kind}, {exchange}", _of_ranks(problem, subject, rows, over, how)
 

@@ -27,11 +27,8 @@ def training(subject: Subject, case: str) -> Comparisons:
     if subject.backend.arrays.name != "torch" or subject.label != "float32":
         raise SkipError("in float32 of torch tensors alone")
     asked = case.partition(":")[2]
-    checks = [
-        x
-        for x in (_numbers, _distances, _steps, _learning, _refusals, _weights, _metrics, _search)
-        if asked in x.__name__
-    ]
+    every = _numbers, _modes, _distances, _steps, _learning, _refusals, _weights, _metrics, _search
+    checks = [x for x in every if asked in x.__name__]
     if not checks:
         raise SkipError(f"it has no {asked!r}")
     for check in checks:
@@ -97,6 +94,32 @@ def _numbers(batch: Batch) -> _Held:
             first, second = drawn[: len(_COUNTS)], drawn[len(_COUNTS) :]
             yield f"of {name}, replayed in tower {tower}", first == second
         yield f"of {name}, after it", len(set(sum(every, [draw()]))) == 1 + 2 * len(_COUNTS)
+
+
+def _modes(batch: Batch) -> _Held:
+    import torch
+
+    from contrastile.training import Cached
+
+    kind, chunks, seen = batch.table.device.type, (batch.index, batch.index), list[Any]()
+
+    def encode(chunk: Any) -> Any:
+        seen.append(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+        return batch.table[chunk]
+
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast(kind, dtype=dtype):
+            value = Cached(batch.loss, (encode, lambda chunk: batch.fixed[chunk]), _CHUNK)(*chunks, scale=10.0)
+        value.backward()
+        yield f"autocast to {dtype}, again outside of it", seen[-2 * len(_COUNTS) :] == [dtype] * 2 * len(_COUNTS)
+    found = []
+    for factor in (1.0, 2.0**14):
+        towers = (lambda chunk, x=x: x[chunk].half() for x in (batch.table, batch.fixed))
+        batch.table.grad = None
+        (factor * Cached(batch.loss, tuple(towers), _CHUNK)(*chunks, scale=1e-3)).backward()
+        found.append(batch.table.grad * (2.0**14 / factor))
+    # these are below float16's normal numbers
+    yield "a factor, before gradients are narrowed", not torch.equal(*found)
 
 
 def _distances(batch: Batch) -> _Held:
@@ -258,7 +281,10 @@ def _search(batch: Batch) -> _Held:
     yield "ranks", np.array_equal(retrieval.ranks(*given, **named).cpu(), beaten)
     nearest = np.argsort(-x, axis=1, kind="stable")
     for tile in (7, None):
-        yield "the nearest columns", np.array_equal(retrieval.top_k(*given, 3, tile=tile)[1].cpu(), nearest[:, :3])
+        yield (
+            "the nearest columns",
+            np.array_equal(retrieval.top_k(given[0], given[1], 3, tile=tile)[1].cpu(), nearest[:, :3]),
+        )
     fits = (of_rows[:, None] != of_columns) & (x <= own[:, None] - 1)
     mined = [[j for j in row if fits[i, j]][2:5] for i, row in enumerate(nearest)]
     named |= {"row_ids": torch.from_numpy(of_rows), "column_ids": torch.from_numpy(of_columns)}

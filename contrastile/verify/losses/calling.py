@@ -14,7 +14,7 @@ import numpy as np
 from contrastile.backends.contract import Array, state_dtype
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
 from contrastile.verify.draws import FAR
-from contrastile.verify.losses.cases import CALLS, HIGH, build, rounded
+from contrastile.verify.losses.cases import CALLS, HIGH, build, rounded, sized
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.properties import (
     ONE_CALL,
@@ -25,7 +25,6 @@ from contrastile.verify.losses.properties import (
 )
 from contrastile.verify.losses.repeating import (
     everything,
-    gradients_of,
     interleaved,
     leaks,
     numbered,
@@ -48,12 +47,17 @@ _BIASES = -2.7, -3.1, 2.0, 0.3, -40.1
 def leaves(trial: LossTrial) -> Comparisons:
     """The gradients are right whichever of them are wanted, with a scale that is a tensor or a number."""
     case, claims = trial.case, trial.loss.claims
-    given, whole = case.arguments, trial.result
+    rows, width = case.arguments.features[0].shape
+    # of shapes that no call has had: the first wants least
+    trial = trial.other(sized(claims, claims.batch(rows + 1) or rows, width, case.dtype, case.facts, seed=6))
+    given = trial.case.arguments
     count = len(given.features) + len(given.negatives)
     numbers = 1 + (given.bias is not None)
     places = [*(range(count) if claims.feature_gradients else ()), *(range(count, count + numbers))]
     places = places if claims.scale_gradient else places[:count]
     sizes = range(1, len(places) + 1) if len(places) < 5 else (1, 2, len(places) - 1, len(places))
+    exact = trial.expected
+    right = [exact.rows, *exact.columns, exact.scale, exact.bias]
     for wanted in (x for size in sizes for x in combinations(places, size)):
         ways: dict[str, Any] = {"": None}
         if not any(place >= count for place in wanted):
@@ -68,11 +72,9 @@ def leaves(trial: LossTrial) -> Comparisons:
                 continue
             if any(x is not None for place, x in enumerate(gradients) if place not in wanted):
                 yield label, wrong("a frozen argument has a gradient")
-            # in place of those that are frozen, what was right before
-            *features, scale, bias = (
-                y if x is None else x for x, y in zip(gradients, gradients_of(whole), strict=True)
-            )
-            full = replace(whole, loss=got.loss, features=tuple(features), scale=scale, bias=bias)
+            # in place of those that are frozen, what is right
+            *features, scale, bias = (y if x is None else x for x, y in zip(gradients, right, strict=True))
+            full = replace(got, features=tuple(features), scale=scale, bias=bias, by_autograd=True)
             yield label, trial.compare(full, trial.fields)
     for label, made in _of_other_types().items():
         call = prepared(trial)
@@ -353,8 +355,12 @@ def queues(trial: LossTrial) -> Comparisons:
             yield f"{label}, the query frozen", NOTHING if frozen.features[2] is not None else wrong("no gradient")
 
 
-def _by_autograd(name: str, what: str) -> Callable[[Claims], str]:
-    return lambda claims: by_autograd(claims) or claimed(name, what)(claims)
+def _retained(claims: Claims) -> str:
+    return by_autograd(claims) or claimed("retains", "a graph that is retained")(claims)
+
+
+def _autocast(claims: Claims) -> str:
+    return claimed("autocast", "the caller's autocast")(claims) if claims.library == "torch" else "torch tensors"
 
 
 def _integers(claims: Claims) -> str:
@@ -368,9 +374,9 @@ REPEATED = {
         LossProperty("numbers", numbers, CALLS, claim=claimed("numbers", "numbers, or tensors of shape (1,)")),
         LossProperty("interleaved", interleaved, CALLS),
         LossProperty("rewritten", rewritten, CALLS),
-        LossProperty("retained", retained, CALLS, claim=_by_autograd("retains", "a graph that is retained")),
+        LossProperty("retained", retained, CALLS, claim=_retained),
         LossProperty("aliases", aliases, CALLS),
-        LossProperty("autocast", autocast, CALLS, claim=_by_autograd("autocast", "the caller's autocast")),
+        LossProperty("autocast", autocast, CALLS, claim=_autocast),
         LossProperty("settings", settings, CALLS, claim=claimed("deterministic", "the same bits for the same inputs")),
         LossProperty("repeats", repeats, CALLS),
         LossProperty("leaks", leaks, CALLS),

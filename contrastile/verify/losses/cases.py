@@ -82,6 +82,13 @@ def _unpaired(draw: Draw, b: int, d: int) -> Pairs:
     return rows, columns
 
 
+def _against(draw: Draw, b: int, d: int) -> Pairs:
+    """One pair is opposite, and all others are nearly orthogonal."""
+    rows, columns = _unpaired(draw, b, d)
+    columns[b // 2] = -rows[b // 2]
+    return rows, columns
+
+
 def _apart(draw: Draw, b: int, d: int) -> Pairs:
     """All features of one sign in every component, the columns of the other."""
     rows, columns = (unit(1.0 + draw.standard_normal((b, d)) / 8) for _ in range(2))
@@ -141,11 +148,11 @@ def _one_tensor(draw: Draw, given: Arguments) -> Arguments:
 
 
 def _blocks(draw: Draw, given: Arguments) -> Arguments:
-    """Positives in each of three blocks, the last row of the last among them."""
+    """Positives in each of three blocks, the last row of the last among them; the ends are those of a diagonal."""
     b = len(given.features[0])
     more = tuple(_hard(draw, given, n) for n in (b - 1, b + 2))
     positives = draw.permutation(3 * b + 1)[:b]
-    positives[b // 2] = 3 * b
+    positives[[0, b // 2, -1]] = 0, 3 * b, b - 1
     return replace(_with(given, positives=positives), negatives=more)
 
 
@@ -191,19 +198,20 @@ def _names(draw: Draw, count: int) -> np.ndarray:
 def _optional(
     *makes: Callable[[Draw, Arguments], Arguments], weighted: bool = True, **options: Any
 ) -> Callable[[Draw, Arguments], Arguments]:
-    """Options, beside what others make; and weights of three orders of magnitude, of which some are 0."""
+    """Options, beside what others make; and weights of three orders of magnitude, some of them 0 or negative."""
 
     def make(draw: Draw, given: Arguments) -> Arguments:
         for each in makes:
             given = each(draw, given)
         b = len(given.features[0])
-        weights = 10.0 ** draw.uniform(-3, 0, b) * (draw.random(b) < 0.8) if weighted and b > 1 else None
+        weights = 10.0 ** draw.uniform(-3, 0, b) * draw.choice((1, 1, 1, 0, -0.1), b) if weighted and b > 1 else None
         return replace(given, options=options, weights=weights)
 
     return make
 
 
-_BATCH, _ROWWISE, _SELF = ("clip_loss", "sigmoid_loss"), ("clip_loss", "info_nce"), ("nt_xent", "sup_con")
+_ONE, _SELF = ("info_nce",), ("nt_xent", "sup_con")
+_BATCH, _ROWWISE = ("clip_loss", "sigmoid_loss"), ("clip_loss", *_ONE)
 
 
 def _option(name: str, about: str, scale: float, make: Callable[[Draw, Arguments], Arguments], of: Any) -> Batch:
@@ -212,21 +220,41 @@ def _option(name: str, about: str, scale: float, make: Callable[[Draw, Arguments
 
 _OPTIONS = (
     _option("weights", "weights of samples", HIGH, _optional(), (*_ROWWISE, *_SELF, "sigmoid_loss")),
-    _option("several", "ids that are positives", 20.0, _optional(_few, ids_are="positives"), (*_BATCH, "info_nce")),
-    _option("own-ids", "a queue of positives", 20.0, _optional(_queue, ids_are="positives"), ("info_nce",)),
+    _option("several", "ids that are positives", 20.0, _optional(_few, ids_are="positives"), (*_BATCH, *_ONE)),
+    _option("own-ids", "a queue of positives", 20.0, _optional(_queue, ids_are="positives"), _ONE),
     _option(
         "inside",
         "the sum over positives inside of the logarithm",
         *(HIGH, _optional(_few, weighted=False, ids_are="positives", sum_positives="inside"), _ROWWISE),
     ),
-    _option("inside@labels", "SupCon's L_in", HIGH, _optional(sum_positives="inside"), ("sup_con",)),
+    # so many samples are sorted
+    replace(
+        _option("inside@labels", "SupCon's L_in", HIGH, _optional(sum_positives="inside"), ("sup_con",)),
+        rows=301,
+        width=24,
+    ),
     _option("smoothing", "label smoothing", 20.0, _optional(label_smoothing=0.3), _ROWWISE),
     _option(
         "smoothing@ids",
         "label smoothing of shared targets",
         *(20.0, _optional(_few, weighted=False, label_smoothing=0.1, ids_are="positives"), _ROWWISE),
     ),
+    _option("smoothing@blocks", "label smoothing of more columns", 20.0, _optional(_blocks, label_smoothing=0.3), _ONE),
+    replace(
+        _option(
+            "smoothing@many", "label smoothing of 1,100 rows", 20.0, _optional(_few_keys, label_smoothing=0.3), _ONE
+        ),
+        rows=1100,
+        width=8,
+    ),
     _option("margin", "a margin", 20.0, _optional(margin=0.35), (*_ROWWISE, *_SELF)),
+    # of the shapes of the one before
+    _option("margin@below", "a margin below 0", HIGH, _optional(margin=-0.15), (*_ROWWISE, *_SELF)),
+    _option(
+        "margin@inside",
+        "a margin with the sum inside",
+        *(20.0, _optional(_few, ids_are="positives", sum_positives="inside", margin=0.35), _ROWWISE),
+    ),
 )
 OPTIONS = tuple(each.name for each in _OPTIONS)
 """The cases of options that contrastile's own functions have."""
@@ -247,6 +275,7 @@ BATCHES = {
         Batch("certain@300", "every pair is certain, scale 300", 43, 64, 300.0, certain_pairs),
         Batch("large-logits", "logits beyond 88: an exponential without a shift overflows", 37, 40, 300.0, _trained),
         Batch("opposite", "every logit near -100: a maximum that starts at 0 wins", 37, 40, 100.0, _apart),
+        Batch("opposite@one", "one positive far below all negatives", 37, 256, 100.0, _against),
         Batch(
             "one-direction", "all features share a direction: large logits, small differences", 37, 40, 100.0, _together
         ),

@@ -68,6 +68,21 @@ def both(loss: Target, settings: dict[str, Any]) -> Target:
     return target
 
 
+def keys(loss: Target, settings: dict[str, Any]) -> Target:
+    """``sup_con`` of keys, where ids give the positives of ``info_nce``."""
+
+    def target(query: Array, key: Array, scale: Any, **more: Any) -> Any:
+        import torch
+
+        if more.get("ids_are") != "positives" or "label_smoothing" in more:
+            return loss(query, key, scale, **more, **settings)
+        labels, of_keys, *_ = map(more.pop, ("row_ids", "column_ids", "ids_are"))
+        every = torch.cat([key, *more.pop("negatives", ())])
+        return losses.sup_con(query, labels, scale, keys=every, key_labels=of_keys, **more, **settings)
+
+    return target
+
+
 def module(loss: Target, settings: dict[str, Any], *, trains: bool = True) -> Target:
     """The modules of ``contrastile.nn``, which return a dict in training and a tensor in evaluation."""
     import torch
@@ -365,6 +380,7 @@ OF_TENSORS = (
         f"blocks of {_BLOCK}", partial(blocked, function), (*_AUTOGRAD, "interleaved", "aliases", "sizes"), block=_BLOCK
     ),
     Interface("torch.func.grad", functional, ("refusals",), (*_RETURNED, ("negatives", False))),
+    Interface("sup_con of keys", keys, (), (), ("info_nce",)),
     Interface("a dispatch mode", dispatched, (), _RETURNED),
     Interface("nn", module, (*_AUTOGRAD, "numbers", "interleaved", "threads"), (), _PAIRS),
     Interface("nn in evaluation", partial(module, trains=False), ("leaves",), (), _PAIRS),
@@ -427,7 +443,7 @@ def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Lo
     groups: list[tuple[str, Sequence[Interface]]] = [(library, OF_ARRAYS)]
     if library != "numpy" and subject.device == "cpu" and whole:
         groups.append(("numpy", OF_ARRAYS))
-    if library != "torch" and whole and importlib.util.find_spec("torch") is not None:
+    if library != "torch" and importlib.util.find_spec("torch") is not None:
         groups.append(("torch", OF_TENSORS[:1]))
     if library == "torch":
         groups.append((library, OF_TENSORS))

@@ -15,7 +15,7 @@ from contrastile.backends.contract import Array
 from contrastile.verify import peak, process
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, identical, largest, wrong
 from contrastile.verify.layouts import transposed
-from contrastile.verify.losses.cases import LossCase, rounded, sized
+from contrastile.verify.losses.cases import LossCase, build, rounded, sized
 from contrastile.verify.losses.properties import UPSTREAM, LossTrial, by_autograd, gradient_fields, outcome, placed
 from contrastile.verify.losses.subject import Call, Result, prepare
 from contrastile.verify.trial import SkipError
@@ -126,20 +126,23 @@ def _written(x: Array, y: Array) -> None:
 def retained(trial: LossTrial) -> Comparisons:
     """A graph that is retained gives the same gradients a second time, with another upstream gradient too."""
     trial.only_by_autograd()
-    call = prepared(trial)
-    value = call()
-    call.finish(value, retain=True)
-    fields = gradient_fields(trial.loss.claims)
-    for label, upstream in (("a second backward pass", UPSTREAM), ("a third, upstream 1 / 30", 1.0)):
-        call.forget()
-        found = call.finish(value, upstream, retain=True)
-        yield label, trial.compare(found, fields, upstream)
+    fields, trials = gradient_fields(trial.loss.claims), {"": trial}
+    if trial.loss.claims.positives:
+        trials["few keys, "] = trial.other(build("few-keys", trial.case.dtype, trial.loss.claims, trial.case.facts))
+    for kind, each in trials.items():
+        call = prepared(each)
+        value = call()
+        call.finish(value, retain=True)
+        for label, upstream in (("a second backward pass", UPSTREAM), ("a third, upstream 1 / 30", 1.0)):
+            call.forget()
+            found = call.finish(value, upstream, retain=True)
+            yield kind + label, each.compare(found, fields, upstream)
 
 
 def settings(trial: LossTrial) -> Comparisons:
     """A call moves no generator, and changes no setting of the process."""
     process.advance()
-    threads = 0
+    case, threads = trial.case, 0
     if trial.loss.claims.library == "torch":
         import torch
 
@@ -152,6 +155,10 @@ def settings(trial: LossTrial) -> Comparisons:
         if trial.loss.claims.strided:
             trial.run(layout=partial(placed, transposed, trial.loss.arrays))
         changed = process.changed(before, process.state())
+    if case.facts is not None:
+        # exponentials may underflow, whatever the caller has NumPy do then
+        with np.errstate(all="raise"):
+            trial.other(numbered(case, 900.0, case.arguments.bias or 0.0)).run()
     if threads:
         sys.modules["torch"].set_num_threads(threads)
     yield "", NOTHING if changed is None else wrong(changed)
@@ -166,9 +173,16 @@ def threads(trial: LossTrial) -> Comparisons:
     def judged(each: LossTrial) -> Worst:
         return each.compare(each.run(), trial.fields)
 
+    interval = sys.getswitchinterval()
     for label, some in (("in another thread", two[:1]), ("in two threads at once", two)):
-        with ThreadPoolExecutor(len(some)) as pool:
-            yield label, largest(list(pool.map(judged, some * 3)))
+        # in the middle of a call
+        sys.setswitchinterval(1e-6)
+        try:
+            with ThreadPoolExecutor(len(some)) as pool:
+                worst = largest(list(pool.map(judged, some * 12)))
+        finally:
+            sys.setswitchinterval(interval)
+        yield label, worst
     if by_autograd(trial.loss.claims) == "":
         call = prepared(trial)
         value = call()
