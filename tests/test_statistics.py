@@ -60,26 +60,6 @@ def test_a_gradient_cache_takes_a_loss_of_the_user_s_own() -> None:
     assert all(map(torch.equal, [value, *(x.weight.grad for x in towers), scale.grad], stepped()))
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"ids_are": "labels"}, "ids_are must be 'false_negatives' or 'positives', got 'labels'"),
-        ({"ids_are": "positives"}, "row_ids must be given with ids_are='positives', got none"),
-        ({"positives": torch.full((M,), N)}, rf"positives must lie in -1\.\.{N - 1} "),
-        ({"row_ids": OF_ROWS}, "row_ids and column_ids must be given together"),
-        ({"columns": None, "positives": OF_ROWS}, "positives must be None with columns=None, got one"),
-        ({**IDS, "positives": OF_ROWS}, "positives must be None with ids_are='positives', got some"),
-        ({}, "rows and columns must have as many rows as each other"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(keywords: dict[str, Any], message: str) -> None:
-    given = {"columns": COLUMNS, **keywords}
-    with pytest.raises(ValueError, match=message):
-        contrastile.statistics(ROWS, given.pop("columns"), 1.0, **given)
-    with pytest.raises(ValueError, match=r"loss must be one of contrastile\.clip_loss"):
-        contrastile.value_and_grad(contrastile.statistics)
-
-
 @pytest.mark.parametrize("outside", [-2, 5])
 def test_a_positive_out_of_range_makes_everything_nan_where_values_are_not_read(outside: int) -> None:
     rows, columns = torch.randn(5, 4), torch.randn(5, 4)

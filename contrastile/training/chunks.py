@@ -196,7 +196,7 @@ def samples(batch: Any) -> int:
     """
     lengths = [len(x) for x in tensors(batch)]
     if not lengths:
-        raise ValueError("an input must hold at least one tensor with a first dimension, got none")
+        raise ValueError("an input must hold at least one tensor with a first dimension, got none; give a batch")
     if len(set(lengths)) > 1:
         raise ValueError(
             f"all tensors of an input must have the same first dimension, got {lengths}; give split= a function "

@@ -399,7 +399,7 @@ def _towers(encode: Encode, inputs: Any, chunk: Chunk, split: Splitter | None) -
         raise ValueError("inputs must be one per tower, got none; give the batch")
     sizes = list(chunk) if isinstance(chunk, Sequence) else [chunk] * len(given)
     if len(sizes) != len(given):
-        raise ValueError(f"chunk must be one size, or one per input, got {len(sizes)} for {len(given)} inputs")
+        raise ValueError(f"chunk must be one size, or one per input, got {len(sizes)} for {len(given)}; give one size")
     cuts = [cut(x, size, split) for x, size in zip(given, sizes, strict=True)]
     if callable(encode):
         return [_Tower(encode, Zipped(cuts))]
@@ -444,7 +444,7 @@ def numbers_of(scale: Any) -> list[Any]:
             )
         if isinstance(value, bool) or not isinstance(value, Tensor | Real):
             raise TypeError(
-                f"scale must be a number, a tensor or a callable that makes one, got {type(value).__name__}"
+                f"scale must be a number, a tensor or a callable that makes one, got {type(value).__name__}; convert it"
             )
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"scale must have one element, got shape {tuple(value.shape)}; give several in a tuple")

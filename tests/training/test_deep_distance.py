@@ -60,21 +60,3 @@ def test_narrow_embeddings_and_autocast() -> None:
     tiles = 2 * 3
     assert all(x.dtype is torch.bfloat16 for x in seen)
     assert all(torch.equal(x, y) for x, y in zip(seen[:tiles], seen[tiles:], strict=True))
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "told"),
-    [
-        (lambda phi, f, g: training.deep_distance(phi, 0), ValueError, "tile must be a positive integer, got 0"),
-        (lambda phi, f, g: training.deep_distance(phi)(g, f), ValueError, "give each anchor its target"),
-        (
-            lambda phi, f, g: training.deep_distance(nn.Bilinear(D, D, 1).double())(f, g[: len(f)]),
-            ValueError,
-            "one similarity for",
-        ),
-    ],
-)
-def test_what_is_refused(call: Any, error: type[Exception], told: str) -> None:
-    f, g, omega = arrays()
-    with pytest.raises(error, match=told):
-        call(Bilinear(omega), torch.tensor(f), torch.tensor(g))
