@@ -61,13 +61,6 @@ BEFORE: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
     (lambda n: step((n,), (X * n.weight.sum(),)), ValueError, "inputs must have no graph"),
     (lambda n: step(n, X * n.weight.sum(), split=torch.split), ValueError, "inputs must have no graph"),
     (lambda n: step((n, n), X), ValueError, "got 2 for 1 inputs; name a shared one twice, and give a tuple of inputs"),
-<<<<<<< HEAD
-    (lambda n: step((n,), (X,), split=lambda x, size: []), ValueError, "split must return at least one chunk"),
-    (lambda n: step((n,), (X,), split=list, chunk=training.Budget(9)), TypeError, "with split= chunk must be a number"),
-    (lambda n: training.stream(X, 2, "cpu", total=float("inf")), ValueError, "positive and finite, got inf"),
-    (lambda n: training.stream(X, None, "cpu"), ValueError, "^size must be a positive integer, got None"),
-=======
->>>>>>> w-tests
     (lambda n: step((n, FullyShardedDataParallel()), (X, X)), ValueError, "must not be FSDP1"),
     (lambda n: step((n, Engine(2)), (X, X)), ValueError, "ZeRO stage 0, got stage 2"),
     (lambda n: step((n, n), (X, X), backward=Engine(1).backward), ValueError, "ZeRO stage 0, got stage 1"),
