@@ -109,14 +109,15 @@ def _modes(batch: Batch) -> _Held:
 
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast(kind, dtype=dtype):
-            value = Cached(batch.loss, (encode, lambda chunk: batch.fixed[chunk]), _CHUNK)(*chunks, scale=10.0)
+            value: Any = Cached(batch.loss, (encode, lambda chunk: batch.fixed[chunk]), _CHUNK)(*chunks, scale=10.0)
         value.backward()
         yield f"autocast to {dtype}, again outside of it", seen[-2 * len(_COUNTS) :] == [dtype] * 2 * len(_COUNTS)
     found = []
     for factor in (1.0, 2.0**14):
         towers = (lambda chunk, x=x: x[chunk].half() for x in (batch.table, batch.fixed))
         batch.table.grad = None
-        (factor * Cached(batch.loss, tuple(towers), _CHUNK)(*chunks, scale=1e-3)).backward()
+        value = factor * Cached(batch.loss, tuple(towers), _CHUNK)(*chunks, scale=1e-3)
+        value.backward()
         found.append(batch.table.grad * (2.0**14 / factor))
     # these are below float16's normal numbers
     yield "a factor, before gradients are narrowed", not torch.equal(*found)
