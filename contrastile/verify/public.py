@@ -44,7 +44,6 @@ _CASES = (
     "nan",
     "one-pair",
     "large-logits",
-    "huge-logits",
     "opposite@one",
     *OPTIONS,
 )

@@ -402,6 +402,8 @@ def build(name: str, dtype: str, claims: Claims, facts: Accuracy | None = None) 
     if batch.draw is _not_a_number and not claims.non_finite:
         raise ValueError("NaN features")
     case = formed(batch, b, d, dtype, claims, facts)
+    if "positives" in case.arguments.keywords and not claims.positives:
+        raise ValueError("positives")
     features = case.arguments.features[0], case.arguments.features[-1]
     longest = [np.nanmax(np.linalg.norm(x, axis=1)) for x in features]
     largest = abs(case.arguments.scale) * longest[0] * longest[1]
