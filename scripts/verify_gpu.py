@@ -215,7 +215,7 @@ def mutants(workers: int, out: Path) -> Job:
 
 
 def repeats() -> list[Job]:
-    tests = ["tests/gpu/test_repeats.py", "tests/gpu/test_cupy_gpu.py", "-k", "repeats_have_the_same_bits"]
+    tests = ["tests/gpu/test_repeats.py", "-k", "repeats_have_the_same_bits"]
     return [Job("repeats", "all", [sys.executable, "-m", "pytest", *PYTEST, *tests], judge=ran)]
 
 
