@@ -237,7 +237,7 @@ def prepare(
         step: of these in memory.
     """
     claims, put = loss.claims, putter(loss.arrays, device)
-    leaves = [put(x, dtype) for x in (*given.features, *given.negatives)]
+    leaves = [put(x, dtype) if layout is None else layout(put(x, dtype)) for x in (*given.features, *given.negatives)]
     values = [x for x in (given.scale, given.bias) if x is not None]
     tensors = claims.scale_gradient and claims.library == "torch"
     make = number or (lambda x: put(x, state_dtype(dtype)) if tensors else x)
@@ -251,8 +251,7 @@ def prepare(
     keywords = {name: put(np.repeat(x, step), integers)[::step] for name, x in given.keywords.items()}
     if given.weights is not None:
         keywords["weights"] = put(given.weights, state_dtype(dtype))
-    passed = leaves if layout is None else [layout(x) for x in leaves]
-    return Call(loss, leaves, len(given.features), passed, labels, numbers, keywords, given.joined, given.options)
+    return Call(loss, leaves, len(given.features), leaves, labels, numbers, keywords, given.joined, given.options)
 
 
 def takes_rank(target: Any) -> bool:
