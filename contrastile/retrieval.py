@@ -19,9 +19,10 @@ from contrastile.comm.communicator import MismatchError
 from contrastile.comm.connect import connect
 from contrastile.reporting import progress as bar
 
-TILES = {"cpu": (2048, 2048)}
-"""Rows and columns of a tile by the kind of device; elsewhere few launches, of wide tiles, take the least time."""
-WIDE = (1024, 65536)
+TILE = 2048
+"""Rows and columns of a tile on a CPU."""
+ENTRIES, WIDE = 2**26, 2**17
+"""Products of a tile on a GPU, and its columns: few launches, and few lists of neighbours to merge."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -50,7 +51,7 @@ def ranks(
         row_ids: (m,) integers, given together with column_ids: other columns with the row's id do not count.
         column_ids: (n,) integers.
         group: see ``contrastile.plan.Settings``. Every rank holds the columns of all ranks while it searches.
-        tile: rows and columns of a tile; None takes 2,048 on a CPU, and 1,024 x 65,536 elsewhere.
+        tile: rows and columns of a tile; None takes 2,048, and on a GPU 2^26 products.
         progress: whether to show a progress bar on stderr.
 
     Returns:
@@ -237,8 +238,7 @@ class _Search:
                     f"{name} must be ({len(like)},) integers, got {given.dtype} of shape {tuple(given.shape)}; give "
                     "one for each"
                 )
-        tiles = TILES.get(rows.device.type, WIDE) if tile is None else (_at_least("tile", tile, 1),) * 2
-        (self._high, self._wide), self._shown = tiles, progress
+        self._shown, self._tile = progress, None if tile is None else _at_least("tile", tile, 1)
         self.rows, self.columns, (self._row_ids, self._column_ids) = rows, columns, ids
         start = 0 if group is None else self._join(group)
         own = torch.arange(start, start + len(rows), device=rows.device)
@@ -250,6 +250,12 @@ class _Search:
                     f"positives must lie in 0..{len(self.columns) - 1}, the columns' numbers, got "
                     f"{least if least < 0 else most}; give every row its column"
                 )
+        self._high = self._wide = self._tile or TILE
+        if tile is None and rows.is_cuda:
+            self._wide = max(1, min(len(self.columns), WIDE))
+            self._high = ENTRIES // self._wide
+        # the products of one tile, by its first row and column: those of positives are needed twice
+        self._kept: tuple[tuple[int, int], Tensor] | None = None
         self.dtype: torch.dtype = torch.promote_types(rows.dtype, torch.float32)
 
     def _join(self, group: Any) -> int:
@@ -291,6 +297,10 @@ class _Search:
             return rows.to(self.dtype) @ columns.to(self.dtype).T
 
     def _product(self, low: int, left: int) -> Tensor:
+        """The products of a tile, which the caller may change."""
+        if self._kept is not None and self._kept[0] == (low, left):
+            (_, x), self._kept = self._kept, None
+            return x
         return self.products_of(self.rows[low : low + self._high], self.columns[left : left + self._wide])
 
     def products(self, low: int) -> Iterator[tuple[int, Tensor]]:
@@ -305,7 +315,9 @@ class _Search:
         for number in torch.unique(home).tolist():
             inside = (home == number).nonzero()[:, 0]
             left = number * self._wide
-            found[inside] = self._product(low, left)[inside, where[inside] - left]
+            x = self._product(low, left)
+            found[inside] = x[inside, where[inside] - left]
+            self._kept = (low, left), x
         return found
 
     def left_out(self, x: Tensor, low: int, left: int, where: Tensor, *, value: float) -> Tensor:

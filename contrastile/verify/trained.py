@@ -115,7 +115,7 @@ def _modes(batch: Batch) -> _Held:
     found = []
     for factor in (1.0, 2.0**14):
         towers = (lambda chunk, x=x: x[chunk].half() for x in (batch.table, batch.fixed))
-        batch.table.grad = None
+        batch.table.grad = torch.zeros_like(batch.table)
         value = factor * Cached(batch.loss, tuple(towers), _CHUNK)(*chunks, scale=1e-3)
         value.backward()
         found.append(batch.table.grad * (2.0**14 / factor))
