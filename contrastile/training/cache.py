@@ -166,6 +166,8 @@ class Cached:
         value, gradients, outside = replay.differentiate(self._loss, numbers_of(scale))
 
         def run(upstream: Sequence[Tensor | None]) -> None:
+            # None from a function that sends no gradient: 0, not the 1 of a step
+            upstream = [torch.zeros_like(value) if x is None else x for x in upstream]
             replay.run(gradients, outside, upstream[0])
 
         return second_pass(run, (value.clone(),))[0]
