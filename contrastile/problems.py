@@ -111,7 +111,7 @@ def info_nce(
         columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0] or getattr(x, "requires_grad", False)]
     state = state_dtype(arrays.dtype(rows))
     factor = check.scalar("scale", scale, arrays, state, rows)
-    rows_of, of_columns = _ids(check, arrays, rows, "query", (row_ids, m), (column_ids, n))
+    rows_of, of_columns = ids_of_both(check, arrays, rows, "query", (row_ids, m), (column_ids, n))
     if positives is None and not of_ids:
         check.paired("query", query, "key", key, "give positives= to say which key is whose")
     where = None if positives is None else check.integers("positives", positives, m, "query", arrays, rows)
@@ -324,7 +324,7 @@ def statistics(
     arrays, (rows, *blocks) = check.features(world.alone, may_be_empty=set(named) - {"columns"}, rows=rows, **named)
     m, n, state = rows.shape[0], sum(x.shape[0] for x in blocks), state_dtype(arrays.dtype(rows))
     factor = check.scalar("scale", scale, arrays, state, rows)
-    ids = _ids(check, arrays, rows, "row", (row_ids, m), (row_ids, m) if itself else (column_ids, n))
+    ids = ids_of_both(check, arrays, rows, "row", (row_ids, m), (row_ids, m) if itself else (column_ids, n))
     where = None if positives is None else check.integers("positives", positives, m, "row", arrays, rows)
     if where is None and match == "drop" and not itself:
         check.paired("rows", rows, "columns", blocks[0], "give positives= to say which column is whose")
@@ -374,7 +374,7 @@ def _named(negatives: Array | Sequence[Array] | None) -> dict[str, Array]:
     return {f"negatives[{i}]": x for i, x in enumerate(more)}
 
 
-def _ids(check: Any, arrays: ArrayLibrary, rows: Array, of: str, *given: tuple[Array | None, int]) -> list[Any]:
+def ids_of_both(check: Any, arrays: ArrayLibrary, rows: Array, of: str, *given: tuple[Array | None, int]) -> list[Any]:
     """The ids of the rows and of the columns, each given with its length; None twice where there are none."""
     (row_ids, _), (column_ids, _) = given
     if (row_ids is None) != (column_ids is None):

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from contrastile import validation
 from contrastile.backends.torch.products import has_mixed_product
 from contrastile.comm.communicator import MismatchError
 from contrastile.comm.connect import connect
+from contrastile.problems import ids_of_both
 from contrastile.reporting import progress as bar
 
 TILE = 2048
@@ -197,7 +199,7 @@ class _Search:
 
     Attributes:
         columns: (n, d), of all ranks.
-        positives: (m,) int64; zeros where rows have none.
+        positives: (m,) int64.
         dtype: of the products.
     """
 
@@ -213,44 +215,27 @@ class _Search:
         progress: bool,
         paired: bool = True,
     ) -> None:
-        for name, x in (("rows", rows), ("columns", columns)):
-            if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
-                found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-                raise TypeError(f"{name} must be a floating-point torch tensor, got {found}; use torch.from_dlpack(x)")
-        kinds = [f"{x.dtype} on {x.device}" for x in (rows, columns)]
-        if kinds[0] != kinds[1]:
-            raise TypeError(f"rows and columns must have one dtype and device, got {' and '.join(kinds)}; convert one")
-        if rows.ndim != 2 or columns.ndim != 2 or rows.shape[1] != columns.shape[1]:
-            raise ValueError(
-                f"rows and columns must be (m, d) and (n, d), got {tuple(rows.shape)} and {tuple(columns.shape)}; "
-                "take one vector for each sample"
-            )
-        if paired and positives is None and len(columns) < len(rows):
-            raise ValueError(
-                f"columns must be at least as many as rows, got {len(columns)} for {len(rows)}; give positives="
-            )
-        if (ids[0] is None) != (ids[1] is None):
-            raise ValueError("row_ids and column_ids must be given together, got only one; give both, or neither")
-        numbers = {"positives": (positives, rows), "row_ids": (ids[0], rows), "column_ids": (ids[1], columns)}
-        for name, (given, like) in numbers.items():
-            if given is not None and (given.shape != like.shape[:1] or given.is_floating_point()):
-                raise ValueError(
-                    f"{name} must be ({len(like)},) integers, got {given.dtype} of shape {tuple(given.shape)}; give "
-                    "one for each"
-                )
-        self._shown, self._tile = progress, None if tile is None else _at_least("tile", tile, 1)
-        self.rows, self.columns, (self._row_ids, self._column_ids) = rows, columns, ids
-        start = 0 if group is None else self._join(group)
-        own = torch.arange(start, start + len(rows), device=rows.device)
-        self.positives: Tensor = own if positives is None else positives.to(own)
-        if positives is not None and len(rows):
-            least, most = (int(x) for x in torch.aminmax(self.positives))
-            if least < 0 or most >= len(self.columns):
-                raise ValueError(
-                    f"positives must lie in 0..{len(self.columns) - 1}, the columns' numbers, got "
-                    f"{least if least < 0 else most}; give every row its column"
-                )
-        self._high = self._wide = self._tile or TILE
+        # a loss takes autocast's dtype; here rounded products would be ties
+        with torch.autocast(rows.device.type if isinstance(rows, Tensor) else "cpu", enabled=False):
+            named = {"rows": rows, "columns": columns}
+            arrays, (rows, columns) = validation.features(True, may_be_empty=named, **named)
+        if arrays.name != "torch":
+            raise TypeError(f"rows must be a torch tensor, got {type(rows).__name__}; use torch.from_dlpack(x)")
+        m, n = len(rows), len(columns)
+        if paired and positives is None and n < m:
+            raise ValueError(f"columns must be at least as many as rows, got {n} for {m}; give positives=")
+        here = [x.to(rows.device) if isinstance(x, Tensor) else x for x in ids]
+        self._row_ids, self._column_ids = ids_of_both(validation, arrays, rows, "row", (here[0], m), (here[1], n))
+        where = positives.to(rows.device) if isinstance(positives, Tensor) else positives
+        where = None if where is None else validation.integers("positives", where, m, "row", arrays, rows)
+        side = TILE if tile is None else _at_least("tile", tile, 1)
+        self.rows, self.columns, self._shown = rows, columns, progress
+        self._start = 0 if group is None else self._join(group)
+        own = torch.arange(self._start, self._start + m, device=rows.device)
+        self._named, self.positives = where is not None, own if where is None else where
+        if self._named and (reason := validation.positives(self.positives, len(self.columns))):
+            raise ValueError(reason)
+        self._high = self._wide = side
         if tile is None and rows.is_cuda:
             self._wide = max(1, min(len(self.columns), WIDE))
             self._high = ENTRIES // self._wide
@@ -278,7 +263,7 @@ class _Search:
 
         self.columns = joined(self.columns)
         if self._column_ids is not None:
-            self._column_ids = joined(self._column_ids.to(self.columns.device, torch.int64))
+            self._column_ids = joined(self._column_ids)
         return sum(sizes[: communicator.rank])
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
@@ -311,23 +296,27 @@ class _Search:
     def own(self, low: int, where: Tensor) -> Tensor:
         """The positives' dot products, by the same products as all others: only so are ties equal."""
         found = torch.empty(len(where), dtype=self.dtype, device=where.device)
-        home = where // self._wide
-        for number in torch.unique(home).tolist():
-            inside = (home == number).nonzero()[:, 0]
-            left = number * self._wide
+        if self._named:
+            homes = torch.unique(where // self._wide).tolist()
+        else:
+            # known without a wait for the device
+            first = self._start + low
+            homes = list(range(first // self._wide, (first + len(where) - 1) // self._wide + 1))
+        for home in homes:
+            left = home * self._wide
             x = self._product(low, left)
-            found[inside] = x[inside, where[inside] - left]
+            at, inside = _place(where, left, x)
+            found = torch.where(inside, x.gather(1, at), found[:, None])[:, 0]
             self._kept = (low, left), x
         return found
 
     def left_out(self, x: Tensor, low: int, left: int, where: Tensor, *, value: float) -> Tensor:
         """X (a tile) with ``value`` at the rows' positives and at columns of their ids."""
         if self._row_ids is not None and self._column_ids is not None:
-            of_rows = self._row_ids[low : low + self._high].to(x.device)[:, None]
-            x = x.masked_fill_(of_rows == self._column_ids[left : left + self._wide].to(x.device), value)
-        inside = ((where >= left) & (where < left + x.shape[1])).nonzero()[:, 0]
-        x[inside, where[inside] - left] = value
-        return x
+            of_rows = self._row_ids[low : low + self._high, None]
+            x = x.masked_fill_(of_rows == self._column_ids[left : left + self._wide], value)
+        at, inside = _place(where, left, x)
+        return x.scatter_(1, at, torch.where(inside, value, x.gather(1, at)))
 
     def nearest(
         self, low: int, where: Tensor, k: int, bounds: tuple[float, Tensor] | None = None
@@ -349,6 +338,12 @@ class _Search:
             numbers = torch.cat([numbers, at + left], 1).gather(1, order)[:, :k]
             values = values[:, :k]
         return values, numbers
+
+
+def _place(where: Tensor, left: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Where in a tile each row's positive is, and whether it is there: (r, 1) each; the host waits for nothing."""
+    at = (where - left)[:, None]
+    return at.clamp(0, x.shape[1] - 1), (at >= 0) & (at < x.shape[1])
 
 
 def _first(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
