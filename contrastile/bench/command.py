@@ -74,7 +74,6 @@ def main(args: argparse.Namespace) -> int:
     if args.device == "cuda" and not gpu:
         raise CannotRunError("--device cuda needs a torch that sees a GPU; run: contrastile doctor")
     chosen = settings(args, "cuda" if gpu else "cpu")
-    # the processes that measure memory inherit it
     for variable, mib in ((WORKSPACE, chosen.workspace), (KEEP, chosen.keep)):
         if mib is not None:
             os.environ[variable] = str(mib)

@@ -8,6 +8,7 @@ first and after each. A sample's matrix-product rate is the mean of the two arou
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from contrastile.backends.arrays import ITEMSIZE
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.bench import memory
 from contrastile.bench.agreement import Agreement, check
-from contrastile.bench.peers import CHECK_ROWS, PLAIN, Implementation, named, use_threads
+from contrastile.bench.peers import CHECK_ROWS, PLAIN, Implementation, named
 from contrastile.bench.workloads import Arguments, Workload, arguments, features
 from contrastile.environment import measurement_environment
 from contrastile.reporting import one_line
@@ -156,7 +157,10 @@ def run(settings: SweepSettings, advance: Advance) -> Sweep:
         implementations.append(named(PLAIN))
     except ImportError:
         absent[PLAIN] = "needs torch; run: pip install 'contrastile[torch]'"
-    use_threads(settings.threads)
+    torch = sys.modules.get("torch")
+    if settings.threads is not None and torch is not None:
+        # NumPy's BLAS reads its own variables at start
+        torch.set_num_threads(settings.threads)
     found = Sweep(settings, measurement_environment(settings.device))
     try:
         _run(implementations, absent, found, advance)
@@ -225,15 +229,11 @@ def _measure(
             advance(f"{_label(row)}: memory", workload.flops)
             row.reason = _does_not_fit(implementation, workload, settings, seconds_per_logit)
             if row.reason is None and settings.memory:
-                how = {name: getattr(settings, name) for name in ("dtype", "device", "scale", "threads")}
-                how |= {
-                    "implementation": row.implementation,
-                    "workload": (workload.variant, workload.batch, workload.width),
-                }
+                step = implementation.step(_given(implementation, workload, settings))
                 try:
-                    row.peak_bytes = memory.measure_in_a_child(60 + 2 * settings.budget, **how)
-                except memory.MemoryMeasurementError as error:
-                    row.reason = str(error)
+                    row.peak_bytes = memory.peak_extra(step, implementation.library, settings.device)
+                except Exception as error:  # memory may run out, and a third-party backend may raise anything
+                    row.reason = f"raised {one_line(error)}"
             if row.reason is None:
                 work.append((implementation, row))
             else:

@@ -108,12 +108,12 @@ def test_what_does_not_fit_or_takes_too_long_is_skipped_with_the_reason(monkeypa
     assert "GiB are available" in str(plain.reason)
 
 
-def test_a_memory_run_that_dies_is_a_reason_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(*args: object, **kwargs: object) -> None:
-        raise sweep.memory.MemoryMeasurementError("killed by signal 9")
+def test_a_call_that_runs_out_of_memory_is_a_reason_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise MemoryError("no room")
 
-    monkeypatch.setattr(sweep.memory, "measure_in_a_child", killed)
-    assert {row.reason for row in swept(memory=True).rows} == {"killed by signal 9"}
+    monkeypatch.setattr(sweep.memory, "peak_extra", full)
+    assert {row.reason for row in swept(memory=True).rows} == {"raised MemoryError: no room"}
 
 
 def test_no_speed_of_what_disagrees_or_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
