@@ -89,12 +89,13 @@ def main(args: argparse.Namespace) -> int:
             found = sweep.run(chosen, advance)
         except (ValueError, TypeError, BackendUnavailableError) as error:
             raise CannotRunError(error) from error
-    report.show(found, wide=args.wide)
+    record = report.as_json(found)
+    report.show(record, wide=args.wide)
     if args.json:
-        write_json(args.json, report.as_json(found))
+        write_json(args.json, record)
     if args.plot and any(row.seconds for row in found.rows):
         try:
-            report.plot(found, args.plot)
+            report.plot(record, args.plot)
         except OSError as error:
             raise CannotRunError(f"cannot write {args.plot}: {error.strerror}") from error
     if found.interrupted:
