@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,8 +21,8 @@ from contrastile.backends.arrays import ITEMSIZE
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.bench import memory
 from contrastile.bench.agreement import Agreement, check
-from contrastile.bench.peers import CHECK_ROWS, PLAIN, Implementation, named
-from contrastile.bench.workloads import Arguments, Workload, arguments, features
+from contrastile.bench.peers import CHECK_ROWS, PLAIN, Implementation, Step, named
+from contrastile.bench.workloads import Workload, arguments, features
 from contrastile.environment import measurement_environment
 from contrastile.reporting import one_line
 
@@ -163,38 +163,26 @@ def run(settings: SweepSettings, advance: Advance) -> Sweep:
         torch.set_num_threads(settings.threads)
     found = Sweep(settings, measurement_environment(settings.device))
     try:
-        _run(implementations, absent, found, advance)
+        for made in implementations:
+            advance(f"checking {made.name} against the oracle", 0)
+            found.agreements.append(agreement := _checked(made, settings))
+            if not agreement.agrees:
+                ratio = agreement.ratio
+                bad = "" if ratio is None else f"disagrees with the oracle: {ratio:.3g} x the bound at "
+                absent[made.name] = bad + agreement.reason
+        agreeing = [made for made in implementations if made.name not in absent]
+        seconds_per_logit: SecondsPerLogit = {}
+        for width in settings.widths:
+            for batch in sorted(settings.batches):
+                workloads = [Workload(variant, batch, width) for variant in settings.variants]
+                found.rows += [Measurement(name, each, why) for each in workloads for name, why in absent.items()]
+                advance("skipped", sum(w.flops for w in workloads) * len(absent) * (settings.repeat + 1))
+                _measure(workloads, agreeing, seconds_per_logit, found, advance)
     except KeyboardInterrupt:
         found.interrupted = True
         for row in found.rows:
             row.reason = row.reason or (None if row.seconds else "interrupted")
     return found
-
-
-def _run(implementations: list[Implementation], absent: dict[str, str], found: Sweep, advance: Advance) -> None:
-    settings, agreeing = found.settings, []
-    for implementation in implementations:
-        advance(f"checking {implementation.name} against the oracle", 0)
-        try:
-            agreement = check(implementation, settings.dtype, settings.device, settings.scale)
-        except (Exception, SystemExit) as error:  # a third-party backend may raise anything
-            agreement = Agreement(implementation.name, None, CHECK_ROWS, f"raised {one_line(error)}")
-        found.agreements.append(agreement)
-        if agreement.agrees:
-            agreeing.append(implementation)
-        else:
-            ratio = agreement.ratio
-            bad = "" if ratio is None else f"disagrees with the oracle: {ratio:.3g} x the bound at "
-            absent[implementation.name] = bad + agreement.reason
-    seconds_per_logit: SecondsPerLogit = {}
-    for width in settings.widths:
-        for batch in sorted(settings.batches):
-            workloads = [Workload(variant, batch, width) for variant in settings.variants]
-            found.rows += [
-                Measurement(name, workload, reason=reason) for workload in workloads for name, reason in absent.items()
-            ]
-            advance("skipped", sum(w.flops for w in workloads) * len(absent) * (settings.repeat + 1))
-            _measure(workloads, agreeing, seconds_per_logit, found, advance)
 
 
 def steps(settings: SweepSettings) -> int:
@@ -214,6 +202,13 @@ def _named(name: str) -> Implementation:
         raise BackendUnavailableError(f"backend {name!r} raised {one_line(error)}") from error
 
 
+def _checked(made: Implementation, settings: SweepSettings) -> Agreement:
+    try:
+        return check(made, settings.dtype, settings.device, settings.scale)
+    except (Exception, SystemExit) as error:  # a third-party backend may raise anything
+        return Agreement(made.name, None, CHECK_ROWS, f"raised {one_line(error)}")
+
+
 def _measure(
     workloads: list[Workload],
     implementations: list[Implementation],
@@ -221,62 +216,27 @@ def _measure(
     found: Sweep,
     advance: Advance,
 ) -> None:
-    settings, work = found.settings, []
-    for workload in workloads:
-        for implementation in implementations:
-            row = Measurement(implementation.name, workload)
-            found.rows.append(row)
-            advance(f"{_label(row)}: memory", workload.flops)
-            row.reason = _does_not_fit(implementation, workload, settings, seconds_per_logit)
-            if row.reason is None and settings.memory:
-                step = implementation.step(_given(implementation, workload, settings))
-                try:
-                    row.peak_bytes = memory.peak_extra(step, implementation.library, settings.device)
-                except Exception as error:  # memory may run out, and a third-party backend may raise anything
-                    row.reason = f"raised {one_line(error)}"
-            if row.reason is None:
-                work.append((implementation, row))
-            else:
-                advance(f"{_label(row)}: skipped, {row.reason}", workload.flops * settings.repeat)
-    if work:
-        _time(work, found, advance)
-    for implementation, row in work:
-        seconds_per_logit[_key(implementation, row.workload)] = float(np.median(row.seconds)) / row.workload.batch**2
-
-
-def _does_not_fit(
-    implementation: Implementation, workload: Workload, settings: SweepSettings, seconds_per_logit: SecondsPerLogit
-) -> str | None:
-    """Why a workload is not tried: predicted memory or time. Time grows with the square of the batch."""
-    needs = implementation.predicted_bytes(workload, ITEMSIZE[settings.dtype])
-    has = memory.available_bytes(settings.device)
-    if has is not None and needs > FITS * has:
-        return f"needs about {needs / 2**30:.1f} GiB, {has / 2**30:.1f} GiB are available"
-    key = _key(implementation, workload)
-    if key not in seconds_per_logit:
-        small = workload.resized(min(workload.batch, PROBE_ROWS))
-        step = implementation.step(_given(implementation, small, settings))
-        seconds(step, settings.device)
-        seconds_per_logit[key] = seconds(step, settings.device) / small.batch**2
-    runs = settings.repeat + (settings.repeat > 1) + settings.memory
-    predicted = seconds_per_logit[key] * workload.batch**2 * runs
-    if predicted > settings.budget:
-        return (
-            f"{runs} runs would take about {predicted:.3g} s, over the budget of {settings.budget:.0f} s; "
-            "raise --budget or lower --repeat"
-        )
-    return None
-
-
-def _key(implementation: Implementation, workload: Workload) -> tuple[str, str, int]:
-    return implementation.name, workload.variant, workload.width
-
-
-def _time(work: list[tuple[Implementation, Measurement]], found: Sweep, advance: Advance) -> None:
-    """Time the rounds, after one warm-up each at full size unless there is only one round."""
+    """Memory, then, after one warm-up each unless there is only one round, the rounds of all that fits."""
     settings, device = found.settings, found.settings.device
-    rows = {_label(row): row for _, row in work}
-    steps = {_label(row): made.step(_given(made, row.workload, settings)) for made, row in work}
+    rows, steps = dict[str, Measurement](), dict[str, Step]()
+    for workload in workloads:
+        for made in implementations:
+            found.rows.append(row := Measurement(made.name, workload))
+            label = f"{made.name} {workload.variant} b={workload.shape[0]} d={workload.shape[1]}"
+            advance(f"{label}: memory", workload.flops)
+            try:
+                row.reason = _does_not_fit(made, workload, settings, seconds_per_logit)
+                if row.reason is None:
+                    rows[label], steps[label] = row, _step(made, workload, settings)
+                    if settings.memory:
+                        row.peak_bytes = memory.peak_extra(steps[label], made.library, device)
+            except Exception as error:  # memory may run out, and a third-party backend may raise anything
+                row.reason = f"raised {one_line(error)}"
+                rows.pop(label, None), steps.pop(label, None)
+            if row.reason is not None:
+                advance(f"{label}: skipped, {row.reason}", workload.flops * settings.repeat)
+    if not rows:
+        return
     side = matmul_side(min(row.workload.flops for row in rows.values()), device)
     product = matmul(side, settings.dtype, device)
     seconds(product, device)
@@ -298,6 +258,37 @@ def _time(work: list[tuple[Implementation, Measurement]], found: Sweep, advance:
             row.matmul.append(rate)
             row.matmul_side = side
             found.order.append(label)
+    for row in rows.values():
+        size = row.workload
+        seconds_per_logit[row.implementation, size.variant, size.width] = statistics.median(row.seconds) / size.batch**2
+
+
+def _does_not_fit(
+    made: Implementation, workload: Workload, settings: SweepSettings, seconds_per_logit: SecondsPerLogit
+) -> str | None:
+    """Why a workload is not tried: predicted memory or time. Time grows with the square of the batch."""
+    needs = made.predicted_bytes(workload, ITEMSIZE[settings.dtype])
+    has = memory.available_bytes(settings.device)
+    if has is not None and needs > FITS * has:
+        return f"needs about {needs / 2**30:.1f} GiB, {has / 2**30:.1f} GiB are available"
+    key = made.name, workload.variant, workload.width
+    if key not in seconds_per_logit:
+        small = replace(workload, batch=min(workload.batch, PROBE_ROWS))
+        step = _step(made, small, settings)
+        seconds(step, settings.device)
+        seconds_per_logit[key] = seconds(step, settings.device) / small.batch**2
+    runs = settings.repeat + (settings.repeat > 1) + settings.memory
+    predicted = seconds_per_logit[key] * workload.batch**2 * runs
+    if predicted > settings.budget:
+        return (
+            f"{runs} runs would take about {predicted:.3g} s, over the budget of {settings.budget:.0f} s; "
+            "raise --budget or lower --repeat"
+        )
+    return None
+
+
+def _step(made: Implementation, workload: Workload, settings: SweepSettings) -> Step:
+    return made.step(arguments(features(workload), made.library, settings.dtype, settings.device, settings.scale))
 
 
 def in_turns(
@@ -319,31 +310,17 @@ def in_turns(
         yield samples
 
 
-def _given(implementation: Implementation, workload: Workload, settings: SweepSettings) -> Arguments:
-    return arguments(features(workload), implementation.library, settings.dtype, settings.device, settings.scale)
-
-
-def _label(row: Measurement) -> str:
-    return f"{row.implementation} {row.workload.variant} b={row.workload.shape[0]} d={row.workload.shape[1]}"
-
-
 def seconds(call: Callable[[], Any], device: str, count: int = 1) -> float:
     """Wall-clock seconds of so many calls, on a GPU until they are done; the last results are freed afterwards."""
-    _wait(device)
+    wait: Callable[[], Any] = (lambda: None) if device == "cpu" else sys.modules["torch"].cuda.synchronize
+    wait()
     kept, start = None, time.perf_counter()
     for _ in range(count):
         kept = call()
-    _wait(device)
+    wait()
     taken = time.perf_counter() - start
     del kept
     return taken
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        import torch
-
-        torch.cuda.synchronize()
 
 
 def matmul_side(flops: int, device: str) -> int:
