@@ -89,11 +89,11 @@ def main(args: argparse.Namespace) -> int:
             found = sweep.run(chosen, advance)
         except (ValueError, TypeError, BackendUnavailableError) as error:
             raise CannotRunError(error) from error
-    record = report.as_json(found)
+    record = found.record()
     report.show(record, wide=args.wide)
     if args.json:
         write_json(args.json, record)
-    if args.plot and any(row.seconds for row in found.rows):
+    if args.plot and any(row.seconds for row in found.rows.values()):
         try:
             report.plot(record, args.plot)
         except OSError as error:
@@ -102,7 +102,7 @@ def main(args: argparse.Namespace) -> int:
         raise CannotRunError("interrupted; this is what was found until then")
     if any(each.ratio is not None and not each.agrees for each in found.agreements):
         return 1
-    return 0 if any(row.seconds for row in found.rows) else 2
+    return 0 if any(row.seconds for row in found.rows.values()) else 2
 
 
 def _runs(name: str, device: str) -> bool:

@@ -1,70 +1,16 @@
-"""A sweep as a table, as JSON and as a picture."""
+"""The record of a sweep as lines, as a table and as a picture."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from contrastile.bench.peers import PLAIN
-from contrastile.bench.sweep import Measurement, Sweep, quartiles
 from contrastile.reporting import colored, show_table, wrapped
 
-COUNTED = {
-    "torch-cpu": "every allocation and release of torch's CPU allocator, replayed; without BLAS workspace",
-    "torch-cuda": "high-water mark of the bytes requested from torch's CUDA caching allocator",
-    "numpy": "tracemalloc: NumPy buffers and Python objects; without BLAS workspace",
-}
-
 _MIB = 2**20
-
-
-def as_json(found: Sweep) -> dict[str, Any]:
-    return {
-        "environment": found.environment,
-        "settings": asdict(found.settings),
-        "counted": COUNTED,
-        # a ratio of inf, which JSON lacks, becomes null beside "agrees": false
-        "agreements": [
-            {**asdict(each), "ratio": each.ratio if math.isfinite(each.ratio or 0.0) else None, "agrees": each.agrees}
-            for each in found.agreements
-        ],
-        "rows": [_row(found, row) for row in found.rows],
-        "order": found.order,
-        "interrupted": found.interrupted,
-    }
-
-
-def _row(found: Sweep, row: Measurement) -> dict[str, Any]:
-    b, d = row.workload.shape
-    data: dict[str, Any] = {
-        "implementation": row.implementation,
-        "variant": row.workload.variant,
-        "nominal_batch": row.workload.batch,
-        "batch": b,
-        "width": d,
-        "dtype": found.settings.dtype,
-        "status": "measured" if row.seconds else "skip",
-        "reason": row.reason,
-    }
-    if not row.seconds:
-        return data
-    lower, middle, upper = quartiles(row.seconds)
-    plain, aligned = found.beside(row)
-    return data | {
-        "seconds": {"lower": lower, "median": middle, "upper": upper, "samples": row.seconds},
-        "gflops": row.rate / 1e9,
-        "matmul_gflops": [rate / 1e9 for rate in row.matmul],
-        "matmul_side": row.matmul_side,
-        "share_of_matmul": row.share,
-        "time_over_plain": row.times_of(plain),
-        "time_over_aligned": row.times_of(aligned),
-        "peak_extra_bytes": row.peak_bytes,
-        "memory_over_plain": row.bytes_of(plain),
-    }
-
 
 COLUMNS = (
     *("variant", "b", "d", "implementation", "time s (quartiles)", "GFLOP/s", "of matmul"),

@@ -7,11 +7,12 @@ first and after each. A sample's matrix-product rate is the mean of the two arou
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -67,8 +68,6 @@ class Measurement:
     """One implementation on one workload.
 
     Attributes:
-        implementation: its name.
-        workload: size and variant.
         reason: why it was not measured, or None.
         seconds: one per round.
         matmul: FLOP/s of the matrix products before and after each sample, averaged.
@@ -76,36 +75,17 @@ class Measurement:
         peak_bytes: peak extra memory by allocations.
     """
 
-    implementation: str
-    workload: Workload
     reason: str | None = None
     seconds: list[float] = field(default_factory=list)
     matmul: list[float] = field(default_factory=list)
     matmul_side: int = 0
     peak_bytes: int | None = None
 
-    @property
-    def rate(self) -> float:
-        """FLOP/s: ``8 b^2 d`` over the median time."""
-        return self.workload.flops / statistics.median(self.seconds)
-
-    @property
-    def share(self) -> float:
-        """Median over the rounds of the rate, as a share of the matrix-product rate beside it."""
-        flops = self.workload.flops
-        return statistics.median(flops / t / rate for t, rate in zip(self.seconds, self.matmul, strict=True))
-
     def times_of(self, other: Measurement | None) -> float | None:
         """Median over the rounds of this time / the other's in the same round; None without a measured other."""
-        if other is None or not other.seconds or not self.seconds:
+        if other is None or not other.seconds:
             return None
         return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
-
-    def bytes_of(self, other: Measurement | None) -> float | None:
-        """This peak / the other's; None where either is not known."""
-        if other is None or not other.peak_bytes or self.peak_bytes is None:
-            return None
-        return self.peak_bytes / other.peak_bytes
 
 
 @dataclass(slots=True)
@@ -124,21 +104,49 @@ class Sweep:
     settings: SweepSettings
     environment: dict[str, Any]
     agreements: list[Agreement] = field(default_factory=list)
-    rows: list[Measurement] = field(default_factory=list)
+    rows: dict[tuple[str, Workload], Measurement] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     interrupted: bool = False
 
-    def beside(self, row: Measurement) -> tuple[Measurement | None, Measurement | None]:
-        """The plain loss on the same workload; the same implementation, aligned and without ids, at the same size."""
-        found = {(each.implementation, each.workload): each for each in self.rows}
-        aligned = Workload("aligned", row.workload.batch, row.workload.width)
-        return found.get((PLAIN, row.workload)), found.get((row.implementation, aligned))
+    def record(self) -> dict[str, Any]:
+        """What ``--json`` writes."""
+        return {
+            "environment": self.environment,
+            "settings": asdict(self.settings),
+            "counted": memory.COUNTED,
+            # a ratio of inf, which JSON lacks, becomes null beside "agrees": false
+            "agreements": [
+                {**asdict(x), "ratio": x.ratio if math.isfinite(x.ratio or 0.0) else None, "agrees": x.agrees}
+                for x in self.agreements
+            ],
+            "rows": [self._row(*key) for key in self.rows],
+            "order": self.order,
+            "interrupted": self.interrupted,
+        }
 
-
-def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median and upper quartile, interpolated; all one value for a single sample."""
-    lower, middle, upper = np.quantile(samples, (0.25, 0.5, 0.75)).tolist()
-    return lower, middle, upper
+    def _row(self, name: str, workload: Workload) -> dict[str, Any]:
+        row, (b, d), flops = self.rows[name, workload], workload.shape, workload.flops
+        data = {"implementation": name, "variant": workload.variant, "nominal_batch": workload.batch, "batch": b}
+        data |= {"width": d, "dtype": self.settings.dtype, "status": "skip", "reason": row.reason}
+        if not row.seconds:
+            return data
+        lower, middle, upper = np.quantile(row.seconds, (0.25, 0.5, 0.75)).tolist()
+        plain = self.rows.get((PLAIN, workload))
+        # the same implementation, aligned and without ids, at the same size
+        aligned = self.rows.get((name, replace(workload, variant="aligned")))
+        memory_of_plain = plain and plain.peak_bytes
+        return data | {
+            "status": "measured",
+            "seconds": {"lower": lower, "median": middle, "upper": upper, "samples": row.seconds},
+            "gflops": flops / middle / 1e9,
+            "matmul_gflops": [rate / 1e9 for rate in row.matmul],
+            "matmul_side": row.matmul_side,
+            "share_of_matmul": statistics.median(flops / t / x for t, x in zip(row.seconds, row.matmul, strict=True)),
+            "time_over_plain": row.times_of(plain),
+            "time_over_aligned": row.times_of(aligned),
+            "peak_extra_bytes": row.peak_bytes,
+            "memory_over_plain": row.peak_bytes / memory_of_plain if memory_of_plain and row.peak_bytes else None,
+        }
 
 
 def run(settings: SweepSettings, advance: Advance) -> Sweep:
@@ -175,12 +183,12 @@ def run(settings: SweepSettings, advance: Advance) -> Sweep:
         for width in settings.widths:
             for batch in sorted(settings.batches):
                 workloads = [Workload(variant, batch, width) for variant in settings.variants]
-                found.rows += [Measurement(name, each, why) for each in workloads for name, why in absent.items()]
+                found.rows |= {(name, each): Measurement(why) for each in workloads for name, why in absent.items()}
                 advance("skipped", sum(w.flops for w in workloads) * len(absent) * (settings.repeat + 1))
                 _measure(workloads, agreeing, seconds_per_logit, found, advance)
     except KeyboardInterrupt:
         found.interrupted = True
-        for row in found.rows:
+        for row in found.rows.values():
             row.reason = row.reason or (None if row.seconds else "interrupted")
     return found
 
@@ -217,27 +225,26 @@ def _measure(
     advance: Advance,
 ) -> None:
     """Memory, then, after one warm-up each unless there is only one round, the rounds of all that fits."""
-    settings, device = found.settings, found.settings.device
-    rows, steps = dict[str, Measurement](), dict[str, Step]()
+    settings, device, steps = found.settings, found.settings.device, dict[str, Step]()
+    rows, sizes = dict[str, Measurement](), dict[str, Workload]()
     for workload in workloads:
         for made in implementations:
-            found.rows.append(row := Measurement(made.name, workload))
+            row = found.rows[made.name, workload] = Measurement()
             label = f"{made.name} {workload.variant} b={workload.shape[0]} d={workload.shape[1]}"
             advance(f"{label}: memory", workload.flops)
             try:
                 row.reason = _does_not_fit(made, workload, settings, seconds_per_logit)
                 if row.reason is None:
-                    rows[label], steps[label] = row, _step(made, workload, settings)
-                    if settings.memory:
-                        row.peak_bytes = memory.peak_extra(steps[label], made.library, device)
+                    step = _step(made, workload, settings)
+                    row.peak_bytes = memory.peak_extra(step, made.library, device) if settings.memory else None
+                    rows[label], sizes[label], steps[label] = row, workload, step
             except Exception as error:  # memory may run out, and a third-party backend may raise anything
                 row.reason = f"raised {one_line(error)}"
-                rows.pop(label, None), steps.pop(label, None)
             if row.reason is not None:
                 advance(f"{label}: skipped, {row.reason}", workload.flops * settings.repeat)
-    if not rows:
+    if not steps:
         return
-    side = matmul_side(min(row.workload.flops for row in rows.values()), device)
+    side = matmul_side(min(size.flops for size in sizes.values()), device)
     product = matmul(side, settings.dtype, device)
     seconds(product, device)
     if settings.repeat > 1:
@@ -246,21 +253,20 @@ def _measure(
             seconds(step, device)
 
     def timed(label: str) -> float:
-        advance(f"{label}: round {len(rows[label].seconds) + 1}", rows[label].workload.flops)
+        advance(f"{label}: round {len(rows[label].seconds) + 1}", sizes[label].flops)
         return seconds(steps[label], device)
 
     calls = {label: partial(timed, label) for label in steps}
     # complete rounds only: ratios compare samples of the same round
     for samples in in_turns(calls, lambda: 2 * side**3 / seconds(product, device), settings.repeat):
         for label, taken, rate in samples:
-            row = rows[label]
-            row.seconds.append(taken)
-            row.matmul.append(rate)
-            row.matmul_side = side
+            rows[label].seconds.append(taken)
+            rows[label].matmul.append(rate)
+            rows[label].matmul_side = side
             found.order.append(label)
-    for row in rows.values():
-        size = row.workload
-        seconds_per_logit[row.implementation, size.variant, size.width] = statistics.median(row.seconds) / size.batch**2
+    for label, size in sizes.items():
+        key = label.partition(" ")[0], size.variant, size.width
+        seconds_per_logit[key] = statistics.median(rows[label].seconds) / size.batch**2
 
 
 def _does_not_fit(
