@@ -104,8 +104,7 @@ def _require_writable(args: argparse.Namespace, world: World | None) -> None:
 
 def _run(args: argparse.Namespace, world: World | None) -> int:
     args.left_out = settle(args)
-    if not args.quiet:
-        require_packages("rich")
+    require_packages(*["rich"] * (not args.quiet), *["matplotlib"] * (args.report is not None))
     _require_writable(args, world)
     return _isolated(args, world) if world is None or isinstance(world, Threads) else _in_this_process(args, world)
 
