@@ -25,7 +25,7 @@ from contrastile.verify import cases, launched, page, report
 from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.execution import DTYPES
 from contrastile.verify.losses import names
-from contrastile.verify.options import OPTIONS, Selected, settle, whole
+from contrastile.verify.options import OPTIONS, selected, settle, whole
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Failure, Row, Run
 from contrastile.verify.worlds import Threads, World, WorldError
@@ -146,7 +146,7 @@ def _launched(args: argparse.Namespace, world: World) -> int:
 
 def _in_this_process(args: argparse.Namespace, world: World) -> int:
     with progress(shown=world.leads and not args.quiet) as advance:
-        run = Run(Selected(args, world), advance)
+        run = Run(selected(args, world), advance)
         rows = list(_until_failure(run.rows()) if args.fail_fast else run.rows())
     return _verdict(args, rows, run.failures, leads=world.leads)
 
