@@ -168,11 +168,13 @@ class Run:
         checks: what to run.
         progress: called with (rows done, rows in all, what was done).
         failures: the failures so far.
+        fail_fast: stop at the first.
     """
 
     checks: Iterable[Check]
     progress: ProgressCallback = lambda done, total, what: None
     failures: list[Failure] = field(default_factory=list)
+    fail_fast: bool = False
 
     def rows(self) -> Iterator[Row]:
         """One row for each check."""
@@ -182,3 +184,5 @@ class Run:
             self.failures += [] if failure is None else [failure]
             self.progress(number, len(checks), check.name())
             yield row
+            if failure is not None and self.fail_fast:
+                return

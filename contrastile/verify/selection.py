@@ -179,18 +179,13 @@ class Selection:
 
 def _of_a_trial(each: Property, trial: Callable[[], Trial]) -> Comparisons:
     given = trial()
-    yield from _held(each, given.subject, given.small, given)
+    with one_thread(given.subject.backend.arrays, given.small):
+        yield from each.check(given)
 
 
 def _of_a_subject(each: Property, subject: Subject, case: str) -> Comparisons:
-    yield from _held(each, subject, True, subject, case)
-
-
-def _held(each: Property, subject: Subject, small: bool, *given: object) -> Comparisons:
-    if subject.world is not None:
-        subject.world.begin()
-    with one_thread(subject.backend.arrays, small):
-        yield from each.check(*given)
+    with one_thread(subject.backend.arrays, True):
+        yield from each.check(subject, case)
 
 
 def _refusal(subject: Subject) -> str | None:

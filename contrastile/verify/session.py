@@ -139,8 +139,12 @@ class Session:
         return f"took longer than {seconds:g} s (--deadline)" if late else ending(code)
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """End every worker, and what it has started."""
+        """The run was stopped, or has stopped itself."""
         self.interrupted = excinfo.type is KeyboardInterrupt
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self) -> None:
+        """End every worker, and what it has started: nothing waits until it has unloaded its libraries."""
         for process in self._processes.values():
             _kill(process)
 
