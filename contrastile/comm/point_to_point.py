@@ -78,7 +78,7 @@ class PointToPoint(Communicator):
         size: int,
         deadline: float,
         host: HostChannel | None,
-        on_device: Callable[[PointToPoint, Array], Channel | None] = lambda communicator, x: None,
+        on_device: Callable[[PointToPoint, Array], Channel | None] | None = None,
         global_ranks: Sequence[int] = (),
     ) -> None:
         super().__init__(rank, size, deadline)
@@ -136,7 +136,7 @@ class PointToPoint(Communicator):
     def _for_device(self, host: Channel, like: Array) -> Channel:
         """The channel of arrays on a device; made at the first such message, which is the same on every rank."""
         if self._device is None:
-            self._device = self.on_device(self, like) or host
+            self._device = (self.on_device and self.on_device(self, like)) or host
             self.name = self._device.name
         return self._device
 

@@ -64,7 +64,7 @@ def test_steps_replay_from_graphs_with_the_bits_of_eager_ones() -> None:
     assert "pass" in output
 
 
-def test_both_ways_to_nccl_carry_every_dtype_from_a_gpu_to_itself() -> None:
+def test_nccl_carries_every_dtype_from_a_gpu_to_itself() -> None:
     command = [sys.executable, str(PROGRAMS / "exchange.py"), "alone"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
