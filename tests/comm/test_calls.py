@@ -55,6 +55,23 @@ def test_ranks_that_want_other_gradients_say_so(exchange: str) -> None:
     assert "rank 1 is at the backward of call 1 (clip_loss) for the gradients of rows;" in found[0]
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_backwards_in_another_order_are_found_before_a_message_of_theirs(exchange: str) -> None:
+    def program(comm: InProcess) -> str:
+        draw = np.random.default_rng(comm.rank)
+        pair = [torch.tensor(x, requires_grad=True) for x in draw.standard_normal((2, 4 + comm.rank, 5))]
+        losses = [contrastile.clip_loss(*pair, 2.0, group=comm, exchange=exchange) for _ in range(2)]
+        try:
+            for loss in reversed(losses) if comm.rank == FAULTY else losses:
+                loss.backward()
+        except ExchangeError as error:
+            return str(error)
+        return "nothing"
+
+    where = "ranks 0, 2 are at the backward of call 1 (clip_loss), rank 1 is at the backward of call 2 (clip_loss)"
+    assert InProcessGroup[str](3).run(program) == [f"{where}{AGAIN}"] * 3
+
+
 def test_calls_and_phases_that_are_the_same_conflict_in_what_was_posted() -> None:
     one, other = Calls(), Calls()
     label = Label(7, "backward", "clip_loss", 0b1101)

@@ -22,6 +22,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "comm" / "programs"))
 import numpy as np
 from primitives import BY_THREADS, DTYPES, PLACES, host
 
+import contrastile
+from contrastile.comm.communicator import MismatchError
 from contrastile.comm.connect import connect
 
 SECONDS = 240
@@ -96,6 +98,21 @@ def overwritten(comm: Any, put: Callable[[Any, str], Any]) -> None:
             assert (host(y) == (rank - 1) % n + 1).all(), (rank, turn)
 
 
+def scales_that_differ(comm: Any, put: Callable[[Any, str], Any]) -> None:
+    """The loss is NaN on every rank, and the next call raises."""
+    pair = [put(np.eye(4, 9), "float32") for _ in range(2)]
+    for exchange in ("ring", "gather", "replicate"):
+        both = contrastile.value_and_grad(contrastile.clip_loss, group=comm, exchange=exchange)
+        value, gradients = both(*pair, put(np.asarray(14.25 + comm.rank), "float32"))
+        assert all(np.isnan(host(x)).all() for x in (value, *gradients)), (exchange, value)
+        try:
+            both(*pair, put(np.asarray(14.25), "float32"))
+        except MismatchError as error:
+            assert str(error).startswith("scale must be the same on every rank, got 14.25 on rank 0, 15.25 on rank 1")
+        else:
+            raise AssertionError(f"{exchange}: no error")
+
+
 def alone() -> None:
     """NCCL with one rank, which sends to itself."""
     from contrastile.comm import nccl
@@ -137,6 +154,8 @@ def main() -> None:
         _say(comm, f"{engine} {library}: every primitive right, by {comm.name}", started)
         numbers = unwaited(comm, put)
         overwritten(comm, put)
+        if comm.size > 1:
+            scales_that_differ(comm, put)
         _say(comm, f"{engine} {library}: {numbers} numbers of messages that nobody waited for right", started)
     comm.agree(np.zeros(1, dtype=np.int64))
     leave()
