@@ -21,8 +21,7 @@ _UNIT = 8192
 """Rows or columns of a chunk of G come in multiples of this where there are more: the products that follow then fill a
 GPU's multiprocessors nearly a whole number of times, at widths of 512 and 1024 from one unit on, at 768 from two."""
 
-
-NARROW_SIDE = constant("NARROW_SIDE")
+NARROW_SIDE, _ALL_SHARED = constant("NARROW_SIDE"), constant("ALL_SHARED")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +56,9 @@ class Family:
         return self.cluster * min(multiprocessors * self.resident // self.cluster, units)
 
     @property
-    def shared(self) -> int | None:
-        """Bytes of dynamic shared memory; None where a constant in the cubin says it."""
-        return None if self.stages is None else self.stages * 32768 + 9216
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory: of Hopper's own kernels, each alone on its multiprocessor, all that there is."""
+        return _ALL_SHARED if self.stages is None else self.stages * 32768 + 9216
 
 
 HOPPER = Family("sm90", bm=128, bn=192, threads=384, cluster=2, maps=True)
