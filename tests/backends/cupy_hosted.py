@@ -135,7 +135,7 @@ class Host(SimpleNamespace):
 @contextmanager
 def hosted() -> Iterator[Host]:
     names = ("record", "launch", "products", "instances", *LAUNCHING)
-    with cupy_modules(*names) as modules, pytest.MonkeyPatch.context() as patch:
+    with cupy_modules(*names) as modules, pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         host = Host(**dict(zip(names, modules, strict=True)), calls=[])
 
         def launch(instance: Any, blocks: int, threads: int, *parameters: Any, shared: int = 0) -> None:

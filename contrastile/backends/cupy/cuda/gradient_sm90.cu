@@ -102,10 +102,10 @@ struct GradientEpilogue {
     __device__ __forceinline__ void choose_positives(const float (&acc)[STRIPS][PRODUCT_VALUES],
                                                      const Place& tile) const {
         const int lane = consumer_thread() % 32;
-        if (!storage.pairs.touched(arguments.pairs, arguments.chunk, tile, warp, lane)) {
-            return write<EXPONENT, false>(acc, tile);
-        }
-        write<EXPONENT, true, CERTAIN>(acc, tile);
+        if (storage.pairs.touched(arguments.pairs, arguments.chunk, tile, warp, lane))
+            write<EXPONENT, true, CERTAIN>(acc, tile);
+        else
+            write<EXPONENT, false>(acc, tile);
     }
 
     template <int EXPONENT, bool POSITIVES>
