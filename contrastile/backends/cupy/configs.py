@@ -57,7 +57,7 @@ class Family:
 
     @property
     def shared(self) -> int:
-        """Bytes of dynamic shared memory: of Hopper's own kernels, each alone on its multiprocessor, all that there is."""
+        """Bytes of dynamic shared memory; Hopper's own kernels are each alone on a multiprocessor, and take all."""
         return _ALL_SHARED if self.stages is None else self.stages * 32768 + 9216
 
 
