@@ -27,13 +27,13 @@ from contrastile.backends.cupy.common import (
     new_plan,
     plan_field,
 )
-from contrastile.backends.cupy.configs import backward_chunk, narrow_rows
+from contrastile.backends.cupy.configs import narrow_rows
 from contrastile.backends.cupy.instances import TARGET, instance
 from contrastile.backends.cupy.keeping import Factors, KeptExponentials
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, row_stride, workspace
 from contrastile.backends.cupy.products import Products
 from contrastile.backends.cupy.tiles import Tiles
-from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling, no_gradients
+from contrastile.backends.passes import Chunk, backward_chunk, ceil_div, chunks, gradient_scaling, no_gradients
 
 
 def gradients(
@@ -131,7 +131,7 @@ class _BackwardPass:
         else:
             # where everything is kept, no chunk is left
             rest = max(1, self.m - self.start)
-            self.height, self.width = backward_chunk(rest, self.n, size, self.tiles.family, options)
+            self.height, self.width = backward_chunk(rest, self.n, size, self.tiles.family.step, options)
             self.products = Products()
         self._precheck(upstream)
 
