@@ -206,26 +206,14 @@ def one_hot(r, n):
     return (np.asarray(r)[:, None] == np.arange(n)).astype(np.float64)
 
 
-def excess(actual, ball):
-    """Largest error over the bound of two computations, each within the ball's radius; more than 1 is a failure."""
+def agrees(actual, ball):
+    """Whether a float64 computation is within rounding of the ball's formula: two, each within the ball's radius."""
     actual = np.asarray(actual, dtype=np.float64)
     assert actual.shape == ball.mid.shape
     with np.errstate(invalid="ignore"):
         error = np.where(actual == ball.mid, 0.0, np.abs(actual - ball.mid))
     assert np.isfinite(error).all()
-    bound = 2 * ball.rad
-    return float(np.max(np.where(error == 0, 0.0, error / np.where(bound > 0, bound, TINY)), initial=0.0))
-
-
-def agrees(actual, ball):
-    """Whether a float64 computation is within rounding of the ball's formula."""
-    return excess(actual, ball) <= 1
-
-
-def exact(x):
-    """A float64 array as mpmath numbers of 50 digits."""
-    mpmath.mp.dps = DIGITS
-    return mpmath.matrix(np.asarray(x, dtype=np.float64).tolist())
+    return bool(np.all((error == 0) | (error <= 2 * ball.rad)))
 
 
 def encloses(ball, truth):

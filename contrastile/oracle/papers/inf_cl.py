@@ -1,7 +1,7 @@
 """Inf-CL ("Breaking the Memory Barrier", Cheng et al., 2024), Eq. 1-9 and Algorithms 1-4, as corrected.
 
 The paper's letters: I, T (b, c) are image and text features with the scale already in them, x = I T' the logits,
-l (b,) the row LSE, m a tile's row maximum, b_s = b / n a shard's batch. `inf_cl_as_printed` holds its mistakes.
+l (b,) the row LSE, m a tile's row maximum, b_s = b / n a shard's batch.
 Shards need not be equal and may be empty; a world of 1 is a ring of one.
 """
 
