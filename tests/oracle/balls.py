@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import mpmath
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 U = 2.0**-53
 TINY = 2.0**-1074  # one underflow
 ULPS = 4  # of exp, log and tanh in any library in use
-DIGITS = 50
 
 
 def gamma(k):
@@ -214,9 +212,3 @@ def agrees(actual, ball):
         error = np.where(actual == ball.mid, 0.0, np.abs(actual - ball.mid))
     assert np.isfinite(error).all()
     return bool(np.all((error == 0) | (error <= 2 * ball.rad)))
-
-
-def encloses(ball, truth):
-    """Whether the ball holds the 50-digit truth, entry for entry."""
-    flat = zip(np.ravel(ball.mid), np.ravel(ball.rad), truth, strict=True)
-    return all(abs(mpmath.mpf(float(mid)) - value) <= mpmath.mpf(float(rad)) for mid, rad, value in flat)

@@ -62,10 +62,6 @@ def torch_step(f, g, r, tau):
     return loss.item(), Theta.grad.numpy(), Lambda.grad.numpy()
 
 
-def representations(rng, m=7, n=11, d=5):
-    return rng.standard_normal((m, d)), rng.standard_normal((n, d)), rng.integers(0, n, m)
-
-
 @given(problems())
 def test_equations_1_2_and_5_to_7_against_loops(problem):
     f, g, r, tau = problem

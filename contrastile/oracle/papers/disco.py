@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from contrastile.oracle.arrays import FloatArray, IntArray
+from contrastile.oracle.general import lse
 from contrastile.oracle.papers.collectives import all_gather, reduce_scatter, row_slices
 
 
@@ -23,9 +24,7 @@ def cross_entropy(X: FloatArray, Y: FloatArray, r: IntArray, t: float, B: float)
     factor of the dot products; B: the divisor, the batch over which the mean is taken. Returns the loss, a float.
     """
     x = t * (X @ Y.T)
-    m = x.max(axis=1, keepdims=True)
-    lse = m[:, 0] + np.log(np.exp(x - m).sum(axis=1))
-    return float((lse - x[np.arange(len(r)), r]).sum() / B)
+    return float((lse(x, axis=1) - x[np.arange(len(r)), r]).sum() / B)
 
 
 def cross_entropy_gradients(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from contrastile.oracle.arrays import FloatArray, IntArray
+from contrastile.oracle.general import lse
 from contrastile.oracle.papers.collectives import data_parallel_mean, row_slices
 
 
@@ -57,9 +58,7 @@ def loss_of_distances(d: FloatArray, r: IntArray, tau: float) -> float:
     d: similarities, (|S|, |T|); r: target of each anchor, (|S|,); tau: temperature. Returns the loss, a float.
     """
     x = d / tau
-    m = x.max(axis=1)
-    lse = m + np.log(np.exp(x - m[:, None]).sum(axis=1))
-    return float((lse - x[np.arange(len(r)), r]).sum() / len(r))
+    return float((lse(x, axis=1) - x[np.arange(len(r)), r]).sum() / len(r))
 
 
 def loss(F: FloatArray, G: FloatArray, r: IntArray, tau: float) -> float:
