@@ -14,7 +14,6 @@ from contrastile.backends.contract import Options
 from contrastile.oracle.arrays import float64
 from contrastile.schedules.local import Wanted
 from contrastile.verify import (
-    bars,
     distributed,
     growth,
     layouts,
@@ -23,6 +22,7 @@ from contrastile.verify import (
     public,
     rearrange,
     sizes,
+    statistics,
     strategies,
 )
 from contrastile.verify.comparison import GRADIENT, NOTHING, VALUE, Comparisons, Worst, compare, identical, parts, wrong
@@ -101,8 +101,8 @@ def split_merge(trial: Trial) -> Comparisons:
     """Columns in one block, and in several, one of them empty, give the oracle's results."""
     trial.only_small()
     n = sum(rearrange.sizes(trial.problem))
-    for label, sizes in {"in one block": [n], "in three blocks": [n // 3, 0, n - n // 3]}.items():
-        yield label, trial.subject.compare(rearrange.regrouped(trial.problem, sizes))
+    for label, blocks in {"in one block": [n], "in three blocks": [n // 3, 0, n - n // 3]}.items():
+        yield label, trial.subject.compare(rearrange.regrouped(trial.problem, blocks))
 
 
 def duplicates(trial: Trial) -> Comparisons:
@@ -296,7 +296,7 @@ def non_finite(trial: Trial) -> Comparisons:
 _EVERY_CASE = (
     value,
     gradients,
-    bars.bars,
+    statistics.bars,
     plain,
     tiles,
     options,
