@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -15,6 +16,10 @@ from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import masks
 
 Draw = np.random.Generator
+Pairs = tuple[FloatArray, FloatArray]
+
+TRAINED = 0.2, 3.0
+"""What ``pairs`` takes for those of a model in training: some are lost, some certain."""
 
 FAR: IntArray = np.array(
     [-1, 2**32 - 1, 0, 2**32, -(2**32), -5, 2**32 - 5, 2**53, 2**53 + 1, 2**62, -(2**62), -100, 2**63 - 1, -(2**63)]
@@ -29,16 +34,35 @@ def unit(x: FloatArray) -> FloatArray:
     return float64(x / np.linalg.norm(x, axis=1, keepdims=True))
 
 
-def pairs(draw: Draw, b: int, d: int, least: float = 1.0, most: float = 1.0) -> tuple[FloatArray, FloatArray]:
+def normals(draw: Draw, m: int, n: int, d: int) -> Pairs:
+    rows, columns = (draw.standard_normal((size, d)) for size in (m, n))
+    return rows, columns
+
+
+def signs(draw: Draw, m: int, n: int, d: int) -> Pairs:
+    """Entries in {-1, 0, 1}."""
+    rows, columns = (draw.integers(-1, 2, (size, d)).astype(np.float64) for size in (m, n))
+    return rows, columns
+
+
+def units(
+    draw: Draw, m: int, n: int, d: int, of: Callable[[FloatArray], FloatArray] = lambda x: x, sign: float = 1.0
+) -> Pairs:
+    """Unit rows, and columns times a sign, in the directions of a function of normal features."""
+    rows, columns = (unit(of(x)) for x in normals(draw, m, n, d))
+    return rows, sign * columns
+
+
+def pairs(draw: Draw, b: int, d: int, least: float = 1.0, most: float = 1.0) -> Pairs:
     """Unit pairs like a model's: a column is one part noise and ``least`` to ``most`` parts its row."""
     rows = unit(draw.standard_normal((b, d)))
     return rows, unit(np.linspace(least, most, b)[:, None] * rows + unit(draw.standard_normal((b, d))))
 
 
-def certain_pairs(draw: Draw, b: int, d: int) -> tuple[FloatArray, FloatArray]:
-    """Unit pairs of a trained model: each column is far closer to its row than to any other."""
+def certain_pairs(draw: Draw, b: int, d: int, turned: int = 0) -> Pairs:
+    """Unit pairs of a trained model: a column is far closer to its row, or to one so far above, than to any other."""
     rows = unit(draw.standard_normal((b, d)))
-    return rows, unit(rows + draw.standard_normal((b, d)) / (2 * np.sqrt(d)))
+    return rows, np.roll(unit(rows + draw.standard_normal((b, d)) / (2 * np.sqrt(d))), turned, axis=0)
 
 
 def softmax_problem(
