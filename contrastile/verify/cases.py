@@ -396,7 +396,7 @@ ABOUT = {
     "square-ragged": "41 x 41 x 72: a swap of rows and columns keeps every shape",
     "hot": "pairs of a trained model at scale 100: the probability of the positive is near 1 and G cancels",
     "all-negative": "every logit far below 0 at scale 200: zero padding or a start at 0 would win the maximum",
-    "opposite": "every logit near -100, as far below 0 as norms allow: with a reference from norms every term underflows",
+    "opposite": "every logit near -100, as far below 0 as norms allow: with a reference from norms all terms underflow",
     "staircase": "logits fall along the columns: every later tile is far below the running maximum",
     "staircase@up": "logits rise along the columns: every tile moves the running maximum",
     "deep": "the longest dot products: width 1024",

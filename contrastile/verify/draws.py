@@ -85,7 +85,7 @@ def softmax_problem(
         rows,
         blocks,
         round_to(scale, "float32"),
-        round_to(row_weight, "float32"),
+        np.zeros(m),
         np.zeros(m),
         positives=positives,
         excluded=excluded,
@@ -93,13 +93,19 @@ def softmax_problem(
         column_ids=None if ids is None else ids[1],
         match=match,
     )
+    return targeted(bare, row_weight, column_weight)
+
+
+def targeted(bare: Problem, row_weight: FloatArray, column_weight: FloatArray | None) -> Problem:
+    """A problem with these weights, rounded to float32, and targets 1 / (positives of the row, or of the column)."""
     _, positive = masks(bare)
-    counts = positive.sum(axis=1), positive.sum(axis=0)
-    targets = [np.where(count == 0, 0.0, 1 / np.maximum(count, 1)) for count in counts]
+    row_target, column_target = (
+        np.where(count == 0, 0.0, 1 / np.maximum(count, 1)) for count in (positive.sum(axis=1), positive.sum(axis=0))
+    )
+    found = replace(bare, row_weight=round_to(row_weight, "float32"), row_target=row_target)
     if column_weight is None:
-        return replace(bare, row_target=targets[0])
-    weight = round_to(column_weight, "float32")
-    return replace(bare, row_target=targets[0], column_weight=weight, column_target=targets[1])
+        return found
+    return replace(found, column_weight=round_to(column_weight, "float32"), column_target=column_target)
 
 
 def sigmoid_problem(problem: Problem, bias: float) -> Problem:

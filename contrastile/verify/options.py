@@ -11,7 +11,7 @@ from contrastile.backends import registry
 from contrastile.backends.arrays import FLOATS
 from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError
 from contrastile.environment import finds_a_gpu
-from contrastile.reporting import CannotRunError, one_line, require_packages, within
+from contrastile.reporting import CannotRunError, one_line, within
 from contrastile.verify import cases, launched, public, sharded, strategies
 from contrastile.verify.comparison import Comparisons, wrong
 from contrastile.verify.distributed import DISTRIBUTED
@@ -130,10 +130,9 @@ def settle(options: argparse.Namespace) -> list[str]:
     if given.deadline is not None and not 0 < given.deadline < float("inf"):
         raise CannotRunError(f"--deadline must be a number of seconds above 0, got {given.deadline:g}")
     given.case, given.property = _known("case", given.case, every), _known("property", given.property, properties)
-    selection = _selection(given, {}, Threads(1) if ranks else threads(given))
-    drawn = {strategies.CASE, sharded.CASE}
-    if not given.loss and any(case in drawn for each in selection.chosen() for case in selection.own_cases(each)):
-        require_packages("hypothesis")
+    if not ranks:
+        # whether there is such a world
+        threads(given)
     return [f"{', '.join(left_out)} ({'--quick' if given.quick else 'give --dtype'})"] if left_out else []
 
 
@@ -144,15 +143,14 @@ def threads(options: argparse.Namespace) -> Threads | None:
         return world
 
 
-_RECIPES: dict[str, Callable[[str], object]] = {
-    strategies.CASE: strategies.Recipe.parse,
-    sharded.CASE: sharded.ShardedRecipe.parse,
+_PARTS: dict[str, Callable[[str], object]] = {
+    **dict.fromkeys((strategies.CASE, sharded.CASE), strategies.numbered),
     **dict.fromkeys((public.CASE, public.RANKS_CASE, "ranks"), str),
 }
 
 
 def _known(what: str, given: list[str] | None, names: list[str]) -> list[str] | None:
-    """The given names, checked. A case "drawn:..." is a recipe; "wordnet" selects every "wordnet@...".
+    """The given names, checked. A case "drawn:17" is one problem; "wordnet" selects every "wordnet@...".
 
     What "public-losses:", "front-door:" and "ranks:" are followed by selects the labels that begin with it.
     """
@@ -161,9 +159,9 @@ def _known(what: str, given: list[str] | None, names: list[str]) -> list[str] | 
     chosen: list[str] = []
     for name in given:
         family = name.partition(":")[0]
-        if what == "case" and ":" in name and family in _RECIPES:
+        if what == "case" and ":" in name and family in _PARTS:
             try:
-                _RECIPES[family](name)
+                _PARTS[family](name)
             except ValueError as error:
                 raise CannotRunError(str(error)) from error
             chosen.append(name)
