@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from contrastile import compute, problems, validation
-from contrastile.backends.choice import RANKS, SIGMOID, SOFTMAX, SYMMETRIC, choose, settled
+from contrastile.backends.choice import LIMITED, RANKS, SIGMOID, SOFTMAX, SYMMETRIC, choose, settled
 from contrastile.backends.contract import Options
 from contrastile.backends.eager import outside_of_graphs
 from contrastile.backends.registry import checked, require
@@ -97,6 +97,8 @@ def _form(problem: Problem) -> str:
         return RANKS
     if problem.kind == "sigmoid":
         return SIGMOID
+    if problem.row_limits is not None or problem.column_limits is not None:
+        return LIMITED
     return SOFTMAX if problem.columns else SYMMETRIC
 
 

@@ -15,9 +15,9 @@ from contrastile.backends.registry import BUILT_IN, load
 
 _log = logging.getLogger(__name__)
 
-SOFTMAX, SYMMETRIC, SIGMOID, RANKS = FORMS = ("softmax", "symmetric", "sigmoid", "ranks")
-"""Forms of a loss, for which the choice may differ: rows against columns, rows against themselves, additive, and any
-loss of a group."""
+SOFTMAX, SYMMETRIC, SIGMOID, LIMITED, RANKS = FORMS = ("softmax", "symmetric", "sigmoid", "limited", "ranks")
+"""Forms of a loss, for which the choice may differ: rows against columns, rows against themselves, additive, with
+limits, and any loss of a group."""
 
 _HALF = ("float16", "bfloat16")
 _HOPPER = 90

@@ -41,12 +41,11 @@ def gathered(placement: Placement, arrays: ArrayLibrary, own: Array) -> Array:
 
 def _block(problem: Problem, arrays: ArrayLibrary, kept: Array | None = None) -> Block:
     """This rank's rows against the columns of all ranks; ``kept`` are these, where an earlier pass gathered them."""
-    placement, ids = placed(problem), problem.column_ids
-    if ids is not None:
-        ids = gathered(placement, arrays, ids)
+    placement = placed(problem)
+    marks = [None if x is None else gathered(placement, arrays, x) for x in problem.marks]
     columns = gathered(placement, arrays, arrays.concat(list(problem.columns))) if kept is None else kept
     # the pairs' numbers are those of the joined columns already
-    return problem.block(columns, 0, ids)
+    return problem.block(columns, 0, marks)
 
 
 @local.ieee
