@@ -348,7 +348,7 @@ def statistics(
     where = None if positives is None else check.integers("positives", positives, m, "row", arrays, rows)
     if where is None and match == "drop" and not itself:
         check.paired("rows", rows, "columns", blocks[0], "give positives= to say which column is whose")
-    asked = {"positives": where is not None, "ids": ids[0] is not None, "limits": [x is not None for x in limits]}
+    asked = {"positives": where is not None, "ids": ids[0] is not None, "limits": tuple(x is not None for x in limits)}
     met = world.meet(arrays, rows, blocks or (rows,), (scale, factor), loss="statistics", **asked, **agreed)
     own = arrays.arange(met.start, met.start + m, rows)
     t, over = (arrays.full((size,), 1.0, state, rows) for size in (m, n))

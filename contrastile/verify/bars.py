@@ -66,13 +66,13 @@ def drawn_bars(random: np.random.Generator, side: Direction, even: bool) -> Bars
     return Bars(one(), one(), one() * (not even))
 
 
-def _part(x: FloatArray, admitted: BoolArray, positive: BoolArray, side: Direction, bars: Bars) -> FloatArray:
+def _part(x: FloatArray, positive: BoolArray, side: Direction, bars: Bars) -> FloatArray:
     """One side's part of G."""
     by_n, by_p, by_d = (bar[:, None] for bar in bars)
     target = np.where(positive, side.target[:, None], 0.0)
     at_positive = by_p * side.q + by_d * (side.q - target)
     negative = np.where(by_n == 0, 0.0, by_n * np.exp(x - side.negative_lse[:, None]))
-    return float64(np.where(positive, at_positive, np.where(admitted, negative, 0.0)))
+    return float64(np.where(positive, at_positive, np.where(side.admitted, negative, 0.0)))
 
 
 @np.errstate(all="ignore")
@@ -80,9 +80,9 @@ def truth_of_bars(t: Truth, drawn: Sequence[Bars | None]) -> Truth:
     """The truth of these bars: of the outcome, the gradients alone."""
     assert t.row is not None
     assert drawn[0] is not None
-    G = _part(t.x, t.admitted, t.positive, t.row, drawn[0])
+    G = _part(t.x, t.positive, t.row, drawn[0])
     if t.column is not None and drawn[1] is not None:
-        G = G + _part(t.x.T, t.admitted.T, t.positive.T, t.column, drawn[1]).T
+        G = G + _part(t.x.T, t.positive.T, t.column, drawn[1]).T
     found = gradients(t.q, t.k, t.scale, G)
     sizes = np.cumsum([len(x) for x in t.outcome.columns])[:-1]
     outcome = Outcome(t.outcome.loss, found.d_rows, tuple(np.split(found.d_columns, sizes)), found.d_scale)

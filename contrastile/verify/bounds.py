@@ -220,9 +220,9 @@ def sides(problem: Problem, t: Truth, E: FloatArray, a: Arithmetic, separate_pos
     """Each direction of the loss, of logits that are known to E (m, n)."""
     assert t.row is not None
     how = problem.match == "drop", separate_positives
-    found = [Side(t.x, E, t.admitted, t.positive, t.row, a.over_columns, *how)]
+    found = [Side(t.x, E, t.row.admitted, t.positive, t.row, a.over_columns, *how)]
     if t.column is not None:
-        found.append(Side(t.x.T, E.T, t.admitted.T, t.positive.T, t.column, a.over_rows, *how))
+        found.append(Side(t.x.T, E.T, t.column.admitted, t.positive.T, t.column, a.over_rows, *how))
     return found
 
 

@@ -24,6 +24,7 @@ from contrastile.verify.draws import (
     sigmoid_problem,
     softmax_problem,
     unit,
+    with_limits,
     wordnet_pairs,
 )
 from contrastile.verify.rounding import round_to
@@ -127,6 +128,20 @@ def _square_ragged(draw: Draw) -> Problem:
 def _hot(draw: Draw) -> Problem:
     weights: dict[str, Any] = _signed(draw, 41, 41) | {"positives": np.arange(41)}
     return softmax_problem(*pairs(draw, 41, 72, 0.2, 3.0), 100.0, **weights)
+
+
+@_case("limits", "negatives beyond the limits of their rows, and others beyond those of their columns, are left out")
+@_case("limits-hot", "what is left out is far above all that counts: its exponential overflows", scale=200.0)
+@_case("limits-ids", "limits beside false negatives", ids=True)
+@_case("limits-rows", "limits of the rows of a loss of one direction", two_sided=False)
+def _limits(draw: Draw, scale: float = 10.0, *, ids: bool = False, two_sided: bool = True) -> Problem:
+    weights: dict[str, Any] = _signed(draw, 33, 47)
+    if not two_sided:
+        del weights["column_weight"]
+    if ids:
+        weights["ids"] = draw.integers(0, 12, 33), draw.integers(0, 12, 47)
+    rows, columns = (unit(draw.standard_normal((size, 40))) for size in (33, 47))
+    return with_limits(softmax_problem(rows, columns, scale, **weights))
 
 
 @_case("all-negative", "every logit far below 0 at scale 200: zero padding or a start at 0 would win the maximum")

@@ -90,9 +90,9 @@ def plain_outcome(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) ->
         slope = np.where(t.positive, -1, 1) / (1 + np.exp(-at))
         G = np.where(t.admitted & (weight != 0), weight * slope, 0).astype(state)
     else:
-        loss, G = _direction(x, t.admitted, t.positive, t.row)
+        loss, G = _direction(x, t.positive, t.row)
         if t.column is not None:
-            across, G_across = _direction(x.T, t.admitted.T, t.positive.T, t.column)
+            across, G_across = _direction(x.T, t.positive.T, t.column)
             loss, G = loss + across, G + G_across.T
     d_rows, d_columns = (round_to(scale * each, dtype) for each in (G @ k, G.T @ q))
     return Outcome(
@@ -112,21 +112,21 @@ def _narrowed(x: Matrix, rounding: float) -> Matrix:
     return np.ldexp(np.rint(mantissa / (2 * rounding)) * (2 * rounding), exponent).astype(x.dtype)
 
 
-def _direction(x: Matrix, admitted: BoolArray, positive: BoolArray, side: Direction) -> tuple[Any, Matrix]:
+def _direction(x: Matrix, positive: BoolArray, side: Direction) -> tuple[Any, Matrix]:
     """One direction's loss ``-w sum_j y_ij log_softmax(x)_ij``, and its part of G, ``w (softmax(x) - y)``."""
     state = x.dtype
     weight, target = side.weight.astype(state)[:, None], np.where(positive, side.target.astype(state)[:, None], 0)
-    seen = np.where(admitted, x, -np.inf).astype(state)
+    seen = np.where(side.admitted, x, -np.inf).astype(state)
     top = seen.max(axis=1, initial=-np.inf, keepdims=True)
     shifted = seen - np.where(np.isfinite(top), top, 0).astype(state)
     log_sum = np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=state))
     log_softmax = shifted - log_sum
-    # a pair that is not admitted has log_softmax -inf, and no target
-    nll = -np.where(target == 0, 0, target * np.where(admitted, log_softmax, 0)).sum(axis=1, dtype=state)
+    # a pair that is not side.admitted has log_softmax -inf, and no target
+    nll = -np.where(target == 0, 0, target * np.where(side.admitted, log_softmax, 0)).sum(axis=1, dtype=state)
     lse = (np.where(np.isfinite(top), top, 0).astype(state) + log_sum)[:, 0]
     terms = np.where(side.target == 0, lse, nll)
     loss = np.where(side.weight == 0, 0, weight[:, 0] * terms).sum(dtype=state)
-    G = np.where(admitted & (weight != 0), weight * (np.exp(log_softmax) - target), 0)
+    G = np.where(side.admitted & (weight != 0), weight * (np.exp(log_softmax) - target), 0)
     return loss, G.astype(state)
 
 

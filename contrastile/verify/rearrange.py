@@ -12,8 +12,8 @@ from contrastile.oracle.arrays import IntArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import STATISTICS, Outcome, masks
 
-ROW_VECTORS = ("row_weight", "row_target", "row_ids")
-COLUMN_VECTORS = ("column_weight", "column_target", "column_ids")
+ROW_VECTORS = ("row_weight", "row_target", "row_ids", "row_limits")
+COLUMN_VECTORS = ("column_weight", "column_target", "column_ids", "column_limits")
 POINTERS = ("positives", "excluded")
 
 
@@ -130,7 +130,8 @@ def shifted(problem: Problem, by: float) -> tuple[Problem, float]:
     """The problem with about ``by`` added to every logit, and how much exactly: the bias stays a float32."""
     old = 0.0 if problem.bias is None else float(problem.bias)
     new = float(np.float32(old + by))
-    return replace(problem, bias=np.asarray(new)), new - old
+    limits = [None if x is None else x + (new - old) for x in (problem.row_limits, problem.column_limits)]
+    return replace(problem, bias=np.asarray(new), row_limits=limits[0], column_limits=limits[1]), new - old
 
 
 def combined(operation: Callable[[Any, Any], Any], a: Outcome, b: Outcome) -> Outcome:

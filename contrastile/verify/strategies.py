@@ -12,13 +12,15 @@ import numpy as np
 
 from contrastile.backends.contract import Options, UnsupportedProblemError
 from contrastile.oracle.arrays import FloatArray, IntArray
+from contrastile.oracle.general import logits
 from contrastile.reporting import one_line
 from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, compare, wrong
+from contrastile.verify.draws import with_limits
 from contrastile.verify.plain import as_it_is, compare_with_plain
 from contrastile.verify.rounding import round_to
-from contrastile.verify.truth import masks, truth
+from contrastile.verify.truth import masks, truth, within
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -55,6 +57,7 @@ class Recipe:
             own column excluded.
         blocks: column blocks, some of which may be empty; 0 for rows against themselves, of a softmax loss, where n,
             two_sided and the columns' features say nothing.
+        limits: whether rows and columns have limits; a softmax loss of rows against columns alone.
         tile_rows: of the tile; 0 lets the backend choose.
         tile_columns: of the tile.
         seed: of the values.
@@ -71,6 +74,7 @@ class Recipe:
     two_sided: bool
     pairs: str
     blocks: int
+    limits: bool
     tile_rows: int
     tile_columns: int
     seed: int
@@ -144,6 +148,7 @@ def recipes(of: type[R], **more: SearchStrategy[Any]) -> SearchStrategy[R]:
         two_sided=st.booleans(),
         pairs=st.sampled_from(PAIRS),
         blocks=st.integers(1, 3) | st.just(0),
+        limits=st.sampled_from([False] * 5 + [True]),
         tile_rows=st.just(0) | st.integers(1, 19),
         tile_columns=st.integers(1, 19),
         seed=st.integers(0, 2**32 - 1),
@@ -188,14 +193,21 @@ def problem(recipe: Recipe, dtype: str) -> Problem:
         **pairs,
     )
     admitted, positive = masks(bare)
+    if recipe.limits and bare.kind == "softmax" and not themselves:
+        bare = with_limits(replace(bare, column_weight=np.zeros(n) if two_sided else None))
+    dense = logits(rows, columns, bare.scale, 0.0 if bare.bias is None else float(bare.bias))
 
     def side(axis: int) -> tuple[FloatArray, FloatArray]:
+        x, A, P, limits = dense, admitted, positive, bare.row_limits
+        if axis == 0:
+            x, A, P, limits = dense.T, admitted.T, positive.T, bare.column_limits
+        counts = within(A, P, x, limits).any(axis=1)
         size, count = admitted.shape[1 - axis], positive.sum(axis=axis)
         weight: FloatArray = np.full(size, 1.0 / max(size, 1))
         if recipe.weights == "signed":
             weight[:] = random.standard_normal(size) * (random.random(size) < 0.75)
         target = np.where(count > 0, 1.0 / np.maximum(count, 1), 0.0)
-        return round_to(np.where(admitted.any(axis=axis), weight, 0.0), "float32"), target
+        return round_to(np.where(counts, weight, 0.0), "float32"), target
 
     weights: dict[str, Any] = dict(zip(("row_weight", "row_target"), side(1), strict=True))
     if two_sided:

@@ -76,6 +76,7 @@ class Direction:
         q: (own, other) exp(x - P) on positive pairs, 0 elsewhere.
         negative_mass: (own,) sigma(N - P), the probability of all negatives; 1 where there is no positive.
         smoothed: (own,) what label smoothing moves from the positives to all columns: ``e w``.
+        admitted: (own, other) bool: the pairs that are admitted and, if negative, within the side's limits.
     """
 
     weight: FloatArray
@@ -88,6 +89,7 @@ class Direction:
     q: FloatArray
     negative_mass: FloatArray
     smoothed: FloatArray
+    admitted: BoolArray
 
     @property
     def lse(self) -> FloatArray:
@@ -156,6 +158,11 @@ def masks(problem: Problem) -> tuple[BoolArray, BoolArray]:
     return pairs.admitted(m, n), pairs.positive(m, n)
 
 
+def within(admitted: BoolArray, positive: BoolArray, x: FloatArray, limits: FloatArray | None) -> BoolArray:
+    """The admitted pairs without the negatives beyond their limit, (own, other), of logits x and (own,) limits."""
+    return admitted if limits is None else admitted & (positive | ~(x > limits[:, None]))
+
+
 def truth(problem: Problem, upstream: float = 1.0) -> Truth:
     """The problem's truth by the dense equations, column blocks joined.
 
@@ -178,12 +185,13 @@ def truth(problem: Problem, upstream: float = 1.0) -> Truth:
             G = gradient_of_sigmoid_logits(x, positive, 1.0, admitted)
             G = np.where(u[:, None] == 0, 0.0, upstream * u[:, None] * G)
         else:
-            row = _direction(problem, x, admitted, positive, problem.row_weight, problem.row_target)
-            loss, G = _loss(row), _gradient(problem, admitted, positive, row, upstream)
+            mine = within(admitted, positive, x, problem.row_limits)
+            row = _direction(problem, x, mine, positive, problem.row_weight, problem.row_target)
+            loss, G = _loss(row), _gradient(problem, positive, row, upstream)
             if problem.column_weight is not None and problem.column_target is not None:
-                given = problem.column_weight, problem.column_target
-                column = _direction(problem, x.T, admitted.T, positive.T, *given)
-                loss, G = loss + _loss(column), G + _gradient(problem, admitted.T, positive.T, column, upstream).T
+                theirs = within(admitted.T, positive.T, x.T, problem.column_limits)
+                column = _direction(problem, x.T, theirs, positive.T, problem.column_weight, problem.column_target)
+                loss, G = loss + _loss(column), G + _gradient(problem, positive.T, column, upstream).T
         found = gradients(q, k, scale, G)
         if problem.margin is not None:
             found = found._replace(d_scale=float64((G * products).sum()))
@@ -239,6 +247,7 @@ def _direction(
         q=np.where(positive, np.exp(x - p[:, None]), 0.0),
         negative_mass=np.where(positive.any(axis=1), sigma(n - p), 1.0),
         smoothed=smoothing * float64(weight),
+        admitted=admitted,
     )
 
 
@@ -246,12 +255,10 @@ def _loss(side: Direction) -> float:
     return weighted_sum(side.weight, side.nll)
 
 
-def _gradient(
-    problem: Problem, admitted: BoolArray, positive: BoolArray, side: Direction, upstream: float
-) -> FloatArray:
+def _gradient(problem: Problem, positive: BoolArray, side: Direction, upstream: float) -> FloatArray:
     target = np.where(positive, side.target[:, None], 0.0)
     # a positive whose target is 0 has no other gradient than a negative, but its logit is in P
     beside = 0.0 if problem.kind == "inside" else side.q - target
     G = np.where(positive, beside - side.q * side.negative_mass[:, None], side.p)
     w, moved = ((upstream * each)[:, None] for each in (side.weight, side.smoothed))
-    return np.where(admitted & (w != 0), w * G + moved * (target - 1 / max(G.shape[1], 1)), 0.0)
+    return np.where(side.admitted & (w != 0), w * G + moved * (target - 1 / max(G.shape[1], 1)), 0.0)
