@@ -246,7 +246,7 @@ def evaluated(form: Form) -> LossAndGradients:
 def limits(form: Form) -> tuple[FloatArray, FloatArray]:
     """The logits beyond which a negative is left out of its row, (m, 1), and of its column, (1, n); of the threshold.
 
-    Of a row or column with one positive; infinite where it has none.
+    Of a row or column with one positive; infinite where it has none. With a scale per row the columns' are (m, n).
     """
     x, P, t = logits(form.q, form.k, 1.0), form.pairs.positive(len(form.q), len(form.k)), form.options.threshold
     found = []
@@ -256,7 +256,7 @@ def limits(form: Form) -> tuple[FloatArray, FloatArray]:
             own = np.where(P.any(axis=axis, keepdims=True), own * (1 + t) if form.options.relative else own + t, np.inf)
         else:
             own = np.full(own.shape, np.inf)
-        found.append(float64(form.scale) * own + form.bias)
+        found.append(np.reshape(form.scale, (-1, 1)) * own + form.bias)
     return found[0], found[1]
 
 

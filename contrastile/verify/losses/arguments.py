@@ -72,9 +72,13 @@ def stated(objective: str, given: Arguments, weights: str = "float64") -> Proble
     if asked.get("ids_are") == "positives":
         more["match"] = "target"
     if objective != "sigmoid_loss":
-        inside, numbers = asked.get("sum_positives") == "inside", (asked.get("label_smoothing"), asked.get("margin"))
-        left_out = asked.get("threshold", np.inf), asked.get("threshold_is") == "relative"
-        more["options"] = named.Options(inside, *(x or 0.0 for x in numbers), *left_out)
+        more["options"] = named.Options(
+            asked.get("sum_positives") == "inside",
+            asked.get("label_smoothing", 0.0),
+            asked.get("margin", 0.0),
+            asked.get("threshold", np.inf),
+            asked.get("threshold_is") == "relative",
+        )
     form = FORMS[objective].form(*features, *labels, given.scale, *bias, **keywords, **more)
     m, n = len(form.q), len(form.k)
     positive = form.pairs.positive(m, n)
