@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from contrastile import validation
 from contrastile.backends.arrays import ArrayLibrary
@@ -45,11 +45,14 @@ def clip(
     weights: Array | None = None,
     label_smoothing: float = 0.0,
     margin: float = 0.0,
+    threshold: float | None = None,
+    threshold_is: str = "absolute",
     world: Handshake = ALONE,
 ) -> LossProblem:
     """Both directions, halved: u = v = 1 / (2b); the positive of row i is column i."""
     check = world.known or validation
-    form, agreed = _form(ids, ids_are, sum_positives, label_smoothing, margin, weights=weights, name="ids")
+    limit = _threshold(threshold, threshold_is)
+    form, agreed = _form(ids, ids_are, sum_positives, label_smoothing, margin, limit, weights=weights, name="ids")
     arrays, (rows, columns) = check.features(world.alone, image=image, text=text)
     check.paired("image", image, "text", text, "use info_nce for keys without a query")
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
@@ -59,9 +62,10 @@ def clip(
     pairs = _equal(check, arrays, 0.5 / met.rows, met.start, met.start + m, state, rows)
     weight, target, positives = pairs.weight, pairs.target, pairs.positives
     if weights is not None:
-        weight = _shares(world, arrays, check.weights(weights, m, "pair", arrays, rows), state, 0.5)
+        weight = _shares(world, arrays, check.floats("weights", weights, m, "pair", arrays, rows), state, 0.5)
     if ids_are == "positives":
         target, positives = _reciprocal(arrays, world.count_in(arrays, same, arrays.sorted(same)[0]), state), None
+    limits = None if limit is None else limit.of(arrays, rows, columns, factor)
     problem = Problem(
         rows=rows,
         columns=(columns,),
@@ -75,6 +79,8 @@ def clip(
         column_ids=same,
         placement=met.placement,
         equal=pairs,
+        row_limits=limits,
+        column_limits=limits,
         **form,
     )
     return LossProblem(arrays, problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0])), g.scale))
@@ -94,6 +100,8 @@ def info_nce(
     weights: Array | None = None,
     label_smoothing: float = 0.0,
     margin: float = 0.0,
+    threshold: float | None = None,
+    threshold_is: str = "absolute",
     world: Handshake = ALONE,
 ) -> LossProblem:
     """One direction: u = 1 / m, no column weights; the key and each block of negatives share one log-sum-exp.
@@ -101,7 +109,8 @@ def info_nce(
     Where ids give the positives, u = 1 / (queries that have one).
     """
     check = world.known or validation
-    form, agreed = _form(row_ids, ids_are, sum_positives, label_smoothing, margin, positives, weights)
+    limit = _threshold(threshold, threshold_is, positives)
+    form, agreed = _form(row_ids, ids_are, sum_positives, label_smoothing, margin, limit, positives, weights)
     of_ids = ids_are == "positives"
     named = _named(negatives)
     arrays, (rows, *columns) = check.features(world.alone, may_be_empty=named, query=query, key=key, **named)
@@ -128,7 +137,7 @@ def info_nce(
     pairs = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
     weight, target = pairs.weight, pairs.target
     if weights is not None or of_ids:
-        each = None if weights is None else check.weights(weights, m, "query", arrays, rows)
+        each = None if weights is None else check.floats("weights", weights, m, "query", arrays, rows)
         if of_ids:
             count = world.count_in(arrays, rows_of, arrays.sorted(of_columns)[0], of_rows=False)
             target = _reciprocal(arrays, count, state)
@@ -150,6 +159,7 @@ def info_nce(
         column_ids=of_columns,
         placement=met.placement,
         equal=pairs,
+        row_limits=None if limit is None else limit.of(arrays, rows, columns[0], factor),
         **form,
     )
     return LossProblem(arrays, problem, lambda g: (*_like(arrays, (query, key), (g.rows, g.columns[0])), g.scale))
@@ -176,7 +186,9 @@ def nt_xent(
     pairs = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + 2 * m, state, views)
     itself, weight = pairs.positives, pairs.weight
     if weights is not None:
-        weight = _shares(world, arrays, arrays.concat([check.weights(weights, m, "sample", arrays, views)] * 2), state)
+        weight = _shares(
+            world, arrays, arrays.concat([check.floats("weights", weights, m, "sample", arrays, views)] * 2), state
+        )
     problem = Problem(
         rows=views,
         columns=(),
@@ -235,7 +247,7 @@ def sup_con(
     partners = arrays.cast(count - 1, state)
     counted = arrays.cast(partners > 0, "float64")
     if weights is not None:
-        each = check.weights(weights, m, "sample", arrays, rows)
+        each = check.floats("weights", weights, m, "sample", arrays, rows)
         counted = counted * (each if stay else arrays.take(each, order))
     problem = Problem(
         rows=rows,
@@ -282,7 +294,7 @@ def sigmoid(
     pairs = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
     weight = pairs.weight
     if weights is not None:
-        weight = _shares(world, arrays, check.weights(weights, m, "image", arrays, rows), state)
+        weight = _shares(world, arrays, check.floats("weights", weights, m, "image", arrays, rows), state)
     problem = Problem(
         rows=rows,
         columns=(columns,),
@@ -311,13 +323,17 @@ def statistics(
     row_ids: Array | None = None,
     column_ids: Array | None = None,
     ids_are: str = "false_negatives",
+    row_limits: Array | None = None,
+    column_limits: Array | None = None,
     world: Handshake = ALONE,
 ) -> LossProblem:
     """N, P and D of the rows and of the columns: t = 1 / the number of positives."""
     check, itself = world.known or validation, columns is None
     form, agreed = _form(row_ids, ids_are, positives=positives)
     match = "target" if ids_are == "positives" else "drop"
-    for name, given in (("negatives", negatives), ("column_ids", column_ids), ("positives", positives)):
+    of_others = {"negatives": negatives, "column_ids": column_ids, "positives": positives}
+    of_others |= {"row_limits": row_limits, "column_limits": column_limits}
+    for name, given in of_others.items():
         if itself and given is not None:
             raise ValueError(f"{name} must be None with columns=None, got one; give row_ids, or columns")
     named = {} if itself else {"columns": columns} | _named(negatives)
@@ -325,11 +341,15 @@ def statistics(
     m, n, state = rows.shape[0], sum(x.shape[0] for x in blocks), state_dtype(arrays.dtype(rows))
     factor = check.scalar("scale", scale, arrays, state, rows)
     ids = ids_of_both(check, arrays, rows, "row", (row_ids, m), (row_ids, m) if itself else (column_ids, n))
+    limits = [
+        None if x is None else arrays.cast(check.floats(name, x, size, of, arrays, rows), state)
+        for name, x, size, of in (("row_limits", row_limits, m, "row"), ("column_limits", column_limits, n, "column"))
+    ]
     where = None if positives is None else check.integers("positives", positives, m, "row", arrays, rows)
     if where is None and match == "drop" and not itself:
         check.paired("rows", rows, "columns", blocks[0], "give positives= to say which column is whose")
-    asked = {"positives": where is not None, "ids": ids[0] is not None, **agreed}
-    met = world.meet(arrays, rows, blocks or (rows,), (scale, factor), loss="statistics", **asked)
+    asked = {"positives": where is not None, "ids": ids[0] is not None, "limits": tuple(x is not None for x in limits)}
+    met = world.meet(arrays, rows, blocks or (rows,), (scale, factor), loss="statistics", **asked, **agreed)
     own = arrays.arange(met.start, met.start + m, rows)
     t, over = (arrays.full((size,), 1.0, state, rows) for size in (m, n))
     if match == "target":
@@ -353,6 +373,8 @@ def statistics(
         column_ids=ids[1],
         # what the ranks make of their statistics is differentiated as it stands: no factor
         placement=None if met.placement is None else replace(met.placement, reduction="sum"),
+        row_limits=limits[0],
+        column_limits=limits[1],
         **{**form, "kind": STATISTICS},
     )
     return LossProblem(arrays, problem, lambda g: ())
@@ -408,6 +430,7 @@ def _form(
     sum_positives: str = "outside",
     label_smoothing: float = 0.0,
     margin: float = 0.0,
+    limit: Threshold | None = None,
     positives: Array | None = None,
     weights: Array | None = None,
     name: str = "row_ids",
@@ -417,7 +440,7 @@ def _form(
     Raises:
         TypeError, ValueError: an option is wrong, or two make no sense together.
     """
-    if ids_are == "false_negatives" and sum_positives == "outside" and label_smoothing == margin == 0:
+    if ids_are == "false_negatives" and sum_positives == "outside" and label_smoothing == margin == 0 and limit is None:
         return {}, {} if weights is None else {"weights": True}
     match = validation.match(ids_are)
     if match == "target" and ids is None:
@@ -444,6 +467,12 @@ def _form(
             f"label_smoothing must be 0 where {name} leave columns out, got {label_smoothing}: its share of the target "
             "is for all columns; leave one out, or give ids_are='positives'"
         )
+    if limit is not None and (smoothing or match == "target"):
+        other = "label_smoothing" if smoothing else "ids_are='positives'"
+        raise ValueError(
+            f"threshold must be None with {other}, got {limit.value}: it leaves out columns by the one positive of "
+            "their row; leave one out"
+        )
     if smoothing and margin:
         raise ValueError("label_smoothing must be 0 with a margin, got both; leave one out")
     form = {
@@ -452,8 +481,42 @@ def _form(
         "smoothing": smoothing,
         "margin": validation.option("margin", margin, -sys.float_info.max, sys.float_info.max) or None,
     }
-    agreed = {"ids_are": ids_are, "sum_positives": sum_positives, "weights": weights is not None}
+    agreed = {"ids_are": ids_are, "sum_positives": sum_positives, "weights": weights is not None, "threshold": limit}
     return form, {**agreed, "label_smoothing": smoothing, "margin": form["margin"]}
+
+
+class Threshold(NamedTuple):
+    """By how much a negative's dot product may exceed the positive's; ``relative``: as a share of the positive's."""
+
+    value: float
+    relative: bool
+
+    def of(self, arrays: ArrayLibrary, rows: Array, columns: Array, scale: Array) -> Array:
+        """The limits of rows whose positives are the columns of the same numbers: logits, without a gradient."""
+        dtype = arrays.dtype(scale)
+        own = arrays.row_dots(rows, columns, dtype)
+        return arrays.detached(scale) * (own * (1.0 + self.value) if self.relative else own + self.value)
+
+
+def _threshold(threshold: Any, threshold_is: Any, positives: Array | None = None) -> Threshold | None:
+    """What two arguments of these names ask for.
+
+    Raises:
+        TypeError, ValueError: one of them is wrong, or other columns than the rows' own are positive.
+    """
+    if threshold_is not in ("absolute", "relative"):
+        raise ValueError(
+            f"threshold_is must be 'absolute' or 'relative', got {threshold_is!r}; say what is added to the positive's "
+            "dot product: the threshold, or that share of it"
+        )
+    if threshold is None:
+        return None
+    if positives is not None:
+        raise ValueError(
+            "threshold must be None with positives=, got both; give statistics() the row_limits of these positives"
+        )
+    most = sys.float_info.max
+    return Threshold(validation.option("threshold", threshold, -most, most, "None"), threshold_is == "relative")
 
 
 def _shares(world: Handshake, arrays: ArrayLibrary, weights: Array, state: str, whole: float = 1.0) -> Array:
