@@ -6,15 +6,15 @@ weights are those of the global loss.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from contrastile import validation
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import state_dtype
 from contrastile.backends.objectives import STATISTICS
+from contrastile.forms import form_of, threshold_of
 from contrastile.schedules.handshake import ALONE, Handshake
 from contrastile.schedules.local import Gradients, both_sides
 from contrastile.schedules.problem import EqualPairs, Problem
@@ -51,8 +51,8 @@ def clip(
 ) -> LossProblem:
     """Both directions, halved: u = v = 1 / (2b); the positive of row i is column i."""
     check = world.known or validation
-    limit = _threshold(threshold, threshold_is)
-    form, agreed = _form(ids, ids_are, sum_positives, label_smoothing, margin, limit, weights=weights, name="ids")
+    limit = threshold_of(threshold, threshold_is)
+    form, agreed = form_of(ids, ids_are, sum_positives, label_smoothing, margin, limit, weights=weights, name="ids")
     arrays, (rows, columns) = check.features(world.alone, image=image, text=text)
     check.paired("image", image, "text", text, "use info_nce for keys without a query")
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
@@ -109,8 +109,8 @@ def info_nce(
     Where ids give the positives, u = 1 / (queries that have one).
     """
     check = world.known or validation
-    limit = _threshold(threshold, threshold_is, positives)
-    form, agreed = _form(row_ids, ids_are, sum_positives, label_smoothing, margin, limit, positives, weights)
+    limit = threshold_of(threshold, threshold_is, positives)
+    form, agreed = form_of(row_ids, ids_are, sum_positives, label_smoothing, margin, limit, positives, weights)
     of_ids = ids_are == "positives"
     named = _named(negatives)
     arrays, (rows, *columns) = check.features(world.alone, may_be_empty=named, query=query, key=key, **named)
@@ -176,7 +176,7 @@ def nt_xent(
 ) -> LossProblem:
     """The 2b views against themselves, each excluded from its own columns: u = 1 / (2b)."""
     check = world.known or validation
-    form, agreed = _form(None, margin=margin, weights=weights)
+    form, agreed = form_of(None, margin=margin, weights=weights)
     arrays, both = check.features(world.alone, view_a=view_a, view_b=view_b)
     check.paired("view_a", view_a, "view_b", view_b, "give two views of every sample")
     views = arrays.concat(list(both))
@@ -233,7 +233,7 @@ def sup_con(
         found = info_nce(features, keys, scale, **named, world=world)
         return replace(found, pull_back=lambda g: (found.pull_back(g)[0], g.scale))
     check = world.known or validation
-    form, agreed = _form(labels, "positives", sum_positives, margin=margin, weights=weights)
+    form, agreed = form_of(labels, "positives", sum_positives, margin=margin, weights=weights)
     arrays, (rows,) = check.features(world.alone, features=features)
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
     labels = check.integers("labels", labels, m, "sample", arrays, rows)
@@ -282,7 +282,7 @@ def sigmoid(
 ) -> LossProblem:
     """The additive loss over all pairs, divided by b: u = 1 / b; the positive of row i is column i."""
     check = world.known or validation
-    form, agreed = _form(ids, ids_are, weights=weights, name="ids")
+    form, agreed = form_of(ids, ids_are, weights=weights, name="ids")
     arrays, (rows, columns) = check.features(world.alone, image=image, text=text)
     check.paired("image", image, "text", text, "every image needs its text")
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
@@ -329,7 +329,7 @@ def statistics(
 ) -> LossProblem:
     """N, P and D of the rows and of the columns: t = 1 / the number of positives."""
     check, itself = world.known or validation, columns is None
-    form, agreed = _form(row_ids, ids_are, positives=positives)
+    form, agreed = form_of(row_ids, ids_are, positives=positives)
     match = "target" if ids_are == "positives" else "drop"
     of_others = {"negatives": negatives, "column_ids": column_ids, "positives": positives}
     of_others |= {"row_limits": row_limits, "column_limits": column_limits}
@@ -422,101 +422,6 @@ def _of_known(
     outside = ((where < least) | (where >= columns)).any()
     nan = arrays.full((), float("nan"), arrays.dtype(scale), scale)
     return scale * arrays.where(outside, nan, 1.0)
-
-
-def _form(
-    ids: Array | None,
-    ids_are: str = "false_negatives",
-    sum_positives: str = "outside",
-    label_smoothing: float = 0.0,
-    margin: float = 0.0,
-    limit: Threshold | None = None,
-    positives: Array | None = None,
-    weights: Array | None = None,
-    name: str = "row_ids",
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What options make of a problem, and those that differ from the default: every rank must have the same.
-
-    Raises:
-        TypeError, ValueError: an option is wrong, or two make no sense together.
-    """
-    if ids_are == "false_negatives" and sum_positives == "outside" and label_smoothing == margin == 0 and limit is None:
-        return {}, {} if weights is None else {"weights": True}
-    match = validation.match(ids_are)
-    if match == "target" and ids is None:
-        raise ValueError(f"{name} must be given with ids_are='positives', got none; give the ids, or leave ids_are out")
-    if match == "target" and positives is not None:
-        raise ValueError("positives must be None with ids_are='positives', got some; the ids say which columns are")
-    if sum_positives not in ("outside", "inside"):
-        raise ValueError(
-            f"sum_positives must be 'outside' or 'inside' of the logarithm, got {sum_positives!r}; leave it out for "
-            "SupCon's L_out"
-        )
-    inside = sum_positives == "inside"
-    if inside and match == "drop":
-        raise ValueError(
-            "sum_positives must be 'outside' for one positive each, got 'inside'; give ids_are='positives'"
-        )
-    smoothing = validation.option("label_smoothing", label_smoothing, 0.0, 1.0) or None
-    if smoothing and inside:
-        raise ValueError(
-            "label_smoothing must be 0 with sum_positives='inside', which has no targets, got both; leave one out"
-        )
-    if smoothing and match == "drop" and ids is not None:
-        raise ValueError(
-            f"label_smoothing must be 0 where {name} leave columns out, got {label_smoothing}: its share of the target "
-            "is for all columns; leave one out, or give ids_are='positives'"
-        )
-    if limit is not None and (smoothing or match == "target"):
-        other = "label_smoothing" if smoothing else "ids_are='positives'"
-        raise ValueError(
-            f"threshold must be None with {other}, got {limit.value}: it leaves out columns by the one positive of "
-            "their row; leave one out"
-        )
-    if smoothing and margin:
-        raise ValueError("label_smoothing must be 0 with a margin, got both; leave one out")
-    form = {
-        "kind": "inside" if inside else "softmax",
-        "match": match,
-        "smoothing": smoothing,
-        "margin": validation.option("margin", margin, -sys.float_info.max, sys.float_info.max) or None,
-    }
-    agreed = {"ids_are": ids_are, "sum_positives": sum_positives, "weights": weights is not None, "threshold": limit}
-    return form, {**agreed, "label_smoothing": smoothing, "margin": form["margin"]}
-
-
-class Threshold(NamedTuple):
-    """By how much a negative's dot product may exceed the positive's; ``relative``: as a share of the positive's."""
-
-    value: float
-    relative: bool
-
-    def of(self, arrays: ArrayLibrary, rows: Array, columns: Array, scale: Array) -> Array:
-        """The limits of rows whose positives are the columns of the same numbers: logits, without a gradient."""
-        dtype = arrays.dtype(scale)
-        own = arrays.row_dots(rows, columns, dtype)
-        return arrays.detached(scale) * (own * (1.0 + self.value) if self.relative else own + self.value)
-
-
-def _threshold(threshold: Any, threshold_is: Any, positives: Array | None = None) -> Threshold | None:
-    """What two arguments of these names ask for.
-
-    Raises:
-        TypeError, ValueError: one of them is wrong, or other columns than the rows' own are positive.
-    """
-    if threshold_is not in ("absolute", "relative"):
-        raise ValueError(
-            f"threshold_is must be 'absolute' or 'relative', got {threshold_is!r}; say what is added to the positive's "
-            "dot product: the threshold, or that share of it"
-        )
-    if threshold is None:
-        return None
-    if positives is not None:
-        raise ValueError(
-            "threshold must be None with positives=, got both; give statistics() the row_limits of these positives"
-        )
-    most = sys.float_info.max
-    return Threshold(validation.option("threshold", threshold, -most, most, "None"), threshold_is == "relative")
 
 
 def _shares(world: Handshake, arrays: ArrayLibrary, weights: Array, state: str, whole: float = 1.0) -> Array:
