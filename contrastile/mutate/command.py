@@ -62,7 +62,8 @@ def _run(args: argparse.Namespace) -> int:
         for mutant in mutants:
             print(f"{mutant.name:55} {mutant.about}{'' if mutant.equivalent is None else ' (equivalent)'}")
         return PASS
-    require_packages("hypothesis", *([] if args.quiet else ["rich"]))
+    if not args.quiet:
+        require_packages("rich")
     reason = why_not_writable(args.json)
     if reason is not None:
         raise CannotRunError(reason)

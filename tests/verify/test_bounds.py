@@ -89,6 +89,27 @@ def test_float64_is_within_the_oracles_own_bounds(name: str) -> None:
     assert compare(other, exact.outcome, bounds(found.problem, exact, ORACLE, "float64", UPSTREAM)).ratio < 1
 
 
+@pytest.mark.parametrize("name", ["ragged", "hot", "labels", "certain-shared"])
+def test_a_loss_of_the_statistics_is_within_its_bounds_and_one_of_other_bars_is_not(name: str) -> None:
+    """What is 2^-12 off is within the bounds of an arithmetic of so few digits alone."""
+    problem, draw, numpy = (
+        replace(build(name, "float32").problem, kind="statistics"),
+        np.random.default_rng(5),
+        load("numpy"),
+    )
+    size = sum(len(x) for x in (problem.row_weight, problem.column_weight) if x is not None)
+    drawn = draw.standard_normal((3, size))
+    exact = truth(problem, drawn)
+    fine, coarse = (bounds(problem, exact, each, "float32", drawn) for each in (FLOAT32, _larger(unit=2.0**-10)))
+    near, far = (outcome(problem, numpy, "float32", upstream=drawn * x) for x in (1.0, 1 + 2.0**-12))
+    fields = ("loss", *GRADIENT)
+    found = [
+        compare(got, exact.outcome, bound, fields).ratio < 1
+        for got, bound in ((near, fine), (far, fine), (far, coarse))
+    ]
+    assert found == [True, False, True]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("name", SMALL)
 def test_bounds_have_the_shapes_of_the_truth_and_no_nan(name: str, dtype: str) -> None:
