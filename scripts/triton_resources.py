@@ -87,6 +87,7 @@ def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
         Pairs(positives=index),
         Pairs(positives=index, row_ids=index, column_ids=index),
         Pairs(excluded=index, row_ids=index, column_ids=index, match="target"),
+        Pairs(positives=index, row_limits=torch.ones(300), column_limits=torch.ones(300)),
     ]
     vector, scalar = torch.ones(300), torch.tensor(1.0)
     arrays = TritonArrays()

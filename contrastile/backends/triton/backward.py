@@ -45,7 +45,7 @@ _PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth"]
 def gradient_tiles(
     rows, columns, g, middle, low, plan, row_vectors, column_vectors, excluded, row_ids, column_ids,
     row_limits, column_limits, m, n, row0, column0, height, width, depth,
-    TWO_SIDED: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr, RAGGED: tl.constexpr,
+    TWO_SIDED: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr, LIMITED: tl.constexpr, RAGGED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     PRECISION: tl.constexpr, DIVIDED: tl.constexpr,
 ):  # fmt: skip
@@ -60,30 +60,31 @@ def gradient_tiles(
     path = tl.load(plan + ALPHA), tl.load(plan + REFERENCE), tl.load(plan + FAST) != 0.0, tl.load(plan + CERTAIN) != 0.0
     vectors, chunk = (row_vectors, column_vectors, row_limits, column_limits), (m, n, row0, column0)
     masks, to = (None, excluded, row_ids, column_ids), (g, middle, low)
-    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
+    # a fused loop may hold no branch on what it has computed
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=not LIMITED):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
         acc = dots(rows, columns, r * BM, c * BN, depth, BM, BN, BK, PRECISION, DIVIDED)
         # part by part: fewer registers for the column vectors, a smaller staging buffer for the store
         if PARTS == 1:
-            _epilogue(acc, r * BM, c * BN, to, path, vectors, masks, chunk, TWO_SIDED, EXCLUDED, IDS, RAGGED)
+            _epilogue(acc, r * BM, c * BN, to, path, vectors, masks, chunk, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
         else:
             left, right = halves(acc)
-            _epilogue(left, r * BM, c * BN, to, path, vectors, masks, chunk, TWO_SIDED, EXCLUDED, IDS, RAGGED)
+            _epilogue(left, r * BM, c * BN, to, path, vectors, masks, chunk, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
             half = c * BN + BN // 2
-            _epilogue(right, r * BM, half, to, path, vectors, masks, chunk, TWO_SIDED, EXCLUDED, IDS, RAGGED)
+            _epilogue(right, r * BM, half, to, path, vectors, masks, chunk, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
 
 
 @triton.jit
 def _epilogue(
     acc, row, column, to, path, vectors, masks, chunk, TWO_SIDED: tl.constexpr, EXCLUDED: tl.constexpr,
-    IDS: tl.constexpr, RAGGED: tl.constexpr,
+    IDS: tl.constexpr, LIMITED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """G of a tile's part from its dots, stored at (row, column) of the chunk."""
     alpha, _reference, _fast, certain = path
     row_vectors, column_vectors, row_limits, column_limits = vectors
     m, n, row0, column0 = chunk
     i, j = row0 + row + tl.arange(0, acc.shape[0]), column0 + column + tl.arange(0, acc.shape[1])
-    if row_limits is None and column_limits is None:
+    if not LIMITED:
         value = _admitted(acc, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
     elif any_beyond(acc, alpha, row_limits, column_limits, i, j, m, n):
         value = _limited(acc, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)

@@ -180,7 +180,8 @@ class _BackwardPass(BlockPass):
         backward.gradient_tiles[grid(chunk.height, chunk.width, config, self.rows)](
             *walk.features(chunk), *walk.descriptors(g), self.plan, *self.vectors, *masks.vectors(),
             *masks.limits, self.m, self.n, *chunk, depth=self.sides[0].depth, TWO_SIDED=self.two_sided, **masks.flags(),
-            RAGGED=config.ragged(chunk), PARTS=config.parts, DIVIDED=self.scheme.divided, **config.named,
+            LIMITED=masks.limited, RAGGED=config.ragged(chunk), PARTS=config.parts, DIVIDED=self.scheme.divided,
+            **config.named,
         )  # fmt: skip
 
     def _positives(self, g: list[Any], chunk: Chunk) -> None:

@@ -31,6 +31,7 @@ class Masks:
         pairs: the vectors.
         ids: tiles.NO_IDS, DROP or TARGET.
         ids_only: whether the positives are pairs of equal ids.
+        limited: whether there are limits.
         limits: logits of powers of two, of the rows and of the columns, beyond which negatives do not count there.
         masked: whether pairs other than padding may not count.
     """
@@ -43,6 +44,7 @@ class Masks:
         bias = 0.0 if block.bias is None else block.bias
         given = self.pairs.row_limits, self.pairs.column_limits
         self.limits = [None if x is None else (x - bias) * LOG2E.value for x in given]
+        self.limited = any(x is not None for x in given)
         self.masked = self.pairs.excluded is not None or self.pairs.match is not None
 
     def vectors(self) -> tuple[Any, Any, Any]:

@@ -53,8 +53,8 @@ def lse_tiles(
     rows, columns, plan, status, diagonals, row_parts, column_parts, positives, excluded, row_ids, column_ids,
     row_limits, column_limits, m, n, row0, column0, height, width, depth,
     SAFE: tl.constexpr, COLUMNS: tl.constexpr, POSITIVES: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr,
-    RAGGED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    PRECISION: tl.constexpr, DIVIDED: tl.constexpr,
+    LIMITED: tl.constexpr, RAGGED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, PRECISION: tl.constexpr, DIVIDED: tl.constexpr,
 ):  # fmt: skip
     """Partial statistics of one chunk: of a tile's rows to row_parts (.., tile columns, height), likewise for columns.
 
@@ -71,12 +71,12 @@ def lse_tiles(
     alpha = tl.load(plan + ALPHA)
     reference = tl.load(plan + REFERENCE)
     APART: tl.constexpr = POSITIVES and not (EXCLUDED or IDS != NO_IDS)
-    LIMITED: tl.constexpr = row_limits is not None or column_limits is not None
     EMPTY: tl.constexpr = float("-inf") if SAFE else 0.0
     ends = (tl.load(diagonals), tl.load(diagonals + 1)) if APART else (0, 0)
     path, masks = (alpha, reference, ends), (positives, excluded, row_ids, column_ids)
     chunk = m, n, row0, column0, height, width
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+    # a fused loop may hold no branch on what it has computed
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not LIMITED):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
         acc = dots(rows, columns, r * BM, c * BN, depth, BM, BN, BK, PRECISION, DIVIDED)
         i, j = r * BM + tl.arange(0, BM), c * BN + tl.arange(0, BN)

@@ -121,7 +121,8 @@ class _ForwardPass(BlockPass):
             *features, self.plan, self.status, self.diagonals, *parts, *masks, *self.masks.limits,
             self.m, self.n, *chunk,
             depth=self.sides[0].depth, SAFE=safe, COLUMNS=self.two_sided, POSITIVES=masks[0] is not None,
-            **self.masks.flags(), RAGGED=config.ragged(chunk), DIVIDED=self.scheme.divided, **config.named,
+            **self.masks.flags(), LIMITED=self.masks.limited, RAGGED=config.ragged(chunk),
+            DIVIDED=self.scheme.divided, **config.named,
         )  # fmt: skip
 
     def _fold(self, safe: bool, config: Config, parts: Any, chunk: Chunk) -> None:
