@@ -66,7 +66,6 @@ HOMES = {
     "cupy": ("backends.cupy", "comm.nccl"),
     "cuda": ("backends.cupy",),
     "mpi4py": ("comm.mpi", "verify"),
-    "hypothesis": ("verify",),
     "pytest": ("verify",),
     "rich": ("reporting",),
     "matplotlib": ("bench",),
