@@ -174,7 +174,7 @@ class Known:
         """The vector as int64."""
         return arrays.cast(x, dtype="int64")
 
-    def weights(self, x: Array, *given: Any) -> Array:
+    def floats(self, name: str, x: Array, *given: Any) -> Array:
         """The vector as float64."""
         return self.arrays.cast(x, "float64")
 
@@ -258,8 +258,8 @@ def integers(name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, li
     return arrays.cast(x, "int64")
 
 
-def weights(x: Any, length: int, of: str, arrays: ArrayLibrary, like: Array) -> Array:
-    """A vector of ``length`` weights as float64.
+def floats(name: str, x: Any, length: int, of: str, arrays: ArrayLibrary, like: Array) -> Array:
+    """A vector of ``length`` numbers without a gradient, weights or limits, as float64.
 
     Raises:
         TypeError: not an array, or not of floating-point numbers.
@@ -267,10 +267,10 @@ def weights(x: Any, length: int, of: str, arrays: ArrayLibrary, like: Array) -> 
     """
     if not arrays.owns(x) or arrays.dtype(x) not in FLOATS:
         got = arrays.dtype(x) if arrays.owns(x) else type(x).__name__
-        raise TypeError(f"weights must be a floating-point array like the features, got {got}; convert it to float32")
-    _one_for_each("weights", x, length, of, arrays, like)
+        raise TypeError(f"{name} must be a floating-point array like the features, got {got}; convert it to float32")
+    _one_for_each(name, x, length, of, arrays, like)
     if getattr(x, "requires_grad", False):
-        raise ValueError("weights must not require a gradient, got some that do; detach() them")
+        raise ValueError(f"{name} must not require a gradient, got some that do; detach() them")
     return arrays.cast(x, "float64")
 
 
@@ -287,8 +287,8 @@ def _one_for_each(name: str, x: Array, length: int, of: str, arrays: ArrayLibrar
         )
 
 
-def option(name: str, x: Any, least: float, most: float) -> float:
-    """A number that says which loss it is.
+def option(name: str, x: Any, least: float, most: float, default: str = "0") -> float:
+    """A number that says which loss it is; ``default`` is what the argument is where it is left out.
 
     Raises:
         TypeError: not a number.
@@ -297,7 +297,7 @@ def option(name: str, x: Any, least: float, most: float) -> float:
     if not isinstance(x, Real) or isinstance(x, bool):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}; pass a float")
     if not least <= float(x) <= most:
-        raise ValueError(f"{name} must lie in {least:g}..{most:g}, got {x}; leave it out for 0")
+        raise ValueError(f"{name} must lie in {least:g}..{most:g}, got {x}; leave it out for {default}")
     return float(x)
 
 

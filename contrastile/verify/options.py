@@ -11,7 +11,7 @@ from contrastile.backends import registry
 from contrastile.backends.arrays import FLOATS
 from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError
 from contrastile.environment import finds_a_gpu
-from contrastile.reporting import CannotRunError, one_line, within
+from contrastile.reporting import CannotRunError, one_line, require_packages, within
 from contrastile.verify import cases, launched, public, sharded, strategies
 from contrastile.verify.comparison import Comparisons, wrong
 from contrastile.verify.distributed import DISTRIBUTED

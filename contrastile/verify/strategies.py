@@ -1,26 +1,29 @@
 """Problems drawn at random: ragged, hot, signed, masked, split, of one direction or two, rows with themselves.
 
-The first are the smallest: the first that fails is as good as one that somebody has made smaller.
+A problem has a number. The first are the smallest: hypothesis draws numbers, and shrinks one that fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from contrastile.backends.contract import Options, UnsupportedProblemError
-from contrastile.oracle.arrays import FloatArray, IntArray, float64
+from contrastile.oracle.arrays import BoolArray, FloatArray, IntArray, float64
+from contrastile.oracle.general import logits
 from contrastile.reporting import one_line
 from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
 from contrastile.verify.comparison import Comparisons, Worst, compare, wrong
-from contrastile.verify.draws import Draw, Pairs, signs, targeted
+from contrastile.verify.draws import Draw, Pairs, signs, targeted, with_limits
 from contrastile.verify.plain import as_it_is, compare_with_plain
 from contrastile.verify.rounding import round_to
-from contrastile.verify.truth import masks, truth
+from contrastile.verify.truth import masks, truth, within
 
 if TYPE_CHECKING:
     from contrastile.verify.trial import Subject
@@ -53,13 +56,74 @@ class Drawn:
 
 
 def drawn(subject: Subject, case: str) -> Comparisons:
-    """Problems drawn at random give the oracle's value and gradients; the label says which problem of the seed it is.
+    """Problems that hypothesis draws give the oracle's value and gradients; the label is the number of the worst.
 
     On a host their errors are at most five times a plain computation's.
 
     A case "drawn:17" is that problem alone.
     """
-    yield from searched(subject, case, lambda each: _compare(each, subject))
+
+    def judge(each: Drawn) -> Worst:
+        return _compare(each, subject)
+
+    if case != CASE:
+        yield from searched(subject, case, judge)
+        return
+    import hypothesis
+    from hypothesis import strategies as st
+
+    found: list[tuple[str, Worst]] = []
+    refusals: list[str] = []
+
+    def test(number: int) -> None:
+        try:
+            worst = judge(problem(subject.seed, number, subject.dtype))
+        except UnsupportedProblemError as reason:
+            refusals.append(str(reason))
+            return
+        except Exception as error:
+            worst = wrong(one_line(error))
+        found.append((f"{CASE}:{number}", worst))
+        assert worst.ratio < 1
+
+    # versions differ in which there are
+    checks: list[Any] = list(hypothesis.HealthCheck)
+    settings = hypothesis.settings(
+        max_examples=subject.examples,
+        deadline=None,
+        database=None,
+        verbosity=hypothesis.Verbosity.quiet,
+        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+        suppress_health_check=checks,
+    )
+    try:
+        with _temporary_home():
+            hypothesis.seed(subject.seed)(settings(hypothesis.given(st.integers(0, 2**31))(test)))()
+    except (AssertionError, hypothesis.errors.Flaky, ExceptionGroup):
+        # hypothesis replays the smallest failure last; a flaky failure may pass then, and counts all the same
+        yield [each for each in found if not each[1].ratio < 1][-1]
+        return
+    _not_too_many(refusals, len(found) + len(refusals))
+    yield max(found, key=lambda each: each[1].ratio)
+
+
+@contextmanager
+def _temporary_home() -> Iterator[None]:
+    """Keep hypothesis from writing its caches to the current folder."""
+    from hypothesis.configuration import set_hypothesis_home_dir
+
+    with TemporaryDirectory() as folder:
+        set_hypothesis_home_dir(folder)
+        try:
+            yield
+        finally:
+            set_hypothesis_home_dir(None)
+
+
+def _not_too_many(refusals: list[str], count: int) -> None:
+    """Raise UnsupportedProblemError if a backend refused too many of the problems."""
+    if len(refusals) > REFUSED_SHARE * count:
+        raise UnsupportedProblemError(f"{len(refusals)} of {count} drawn problems refused, the last: {refusals[-1]}")
 
 
 def numbered(case: str) -> int:
@@ -94,9 +158,7 @@ def searched(subject: Subject, case: str, judge: Callable[[Drawn], Worst]) -> Co
         yield f"{name}:{number}", worst
         if not worst.ratio < 1:
             return
-    if len(refusals) > REFUSED_SHARE * len(numbers):
-        count = f"{len(refusals)} of {len(numbers)}"
-        raise UnsupportedProblemError(f"{count} drawn problems refused, the last: {refusals[-1]}")
+    _not_too_many(refusals, len(numbers))
 
 
 def problem(seed: int, number: int, dtype: str) -> Drawn:
@@ -140,16 +202,21 @@ def problem(seed: int, number: int, dtype: str) -> Drawn:
         row_target=np.zeros(m),
         **pairs[random.integers(0, len(pairs))],
     )
-    admitted, _ = masks(bare)
+    two_sided = kind == "softmax" and not itself and random.random() < 0.5
+    if kind == "softmax" and not itself and random.random() < 0.2:
+        bare = with_limits(replace(bare, column_weight=np.zeros(n) if two_sided else None))
+    admitted, positive = masks(bare)
+    x = logits(rows, columns, bare.scale, 0.0 if bare.bias is None else float(bare.bias))
+    seen = within(admitted, positive, x, bare.row_limits), within(admitted.T, positive.T, x.T, bare.column_limits)
+    counted = [np.asarray(each.any(axis=1)) for each in seen]
     signed = random.random() < 0.5
 
-    def weight(size: int, axis: int) -> FloatArray:
+    def weight(size: int, counts: BoolArray) -> FloatArray:
         each = random.standard_normal(size) * (random.random(size) < 0.75)
         each = each if signed else np.full(size, 1 / max(size, 1))
-        return np.where(admitted.any(axis=axis), each, 0.0)
+        return np.where(counts, each, 0.0)
 
-    two_sided = kind == "softmax" and not itself and random.random() < 0.5
-    whole = targeted(bare, weight(m, 1), weight(n, 0) if two_sided else None)
+    whole = targeted(bare, weight(m, counted[0]), weight(n, counted[1]) if two_sided else None)
     tile = (int(random.integers(1, 20)), int(random.integers(1, 20))) if random.random() < 0.5 else None
     return Drawn(whole, itself, Options(tile=tile), random)
 
