@@ -134,10 +134,9 @@ def split(x: Array, sizes: Sequence[int]) -> list[Array]:
     return parts
 
 
-def like(x: Array, count: int) -> list[Array]:
-    """Uninitialised arrays of x's shape, dtype and device."""
-    arrays = library_of(x)
-    return [arrays.empty(tuple(x.shape), arrays.dtype(x), x) for _ in range(count)]
+def copied(x: Array) -> Array:
+    """A copy, in the library's own memory."""
+    return x.clone() if hasattr(x, "clone") else x.copy()
 
 
 def copy(x: Array, into: Array) -> None:

@@ -68,6 +68,9 @@ class _Active:
 class Gpu:
     """One GPU, as this process sees it. Streams and memory are numbers; all calls are made inside ``active``.
 
+    Attributes:
+        active: a context, in which the GPU's context is the thread's.
+
     Raises:
         DriverError: there is no driver, or it lacks a call.
     """
@@ -82,7 +85,7 @@ class Gpu:
         self._call("cuDeviceGet", byref(device), number)
         self._call("cuDevicePrimaryCtxRetain", byref(self._context), device)
         self.number = number
-        self._active = _Active(self, self._context)
+        self.active: AbstractContextManager[None] = _Active(self, self._context)
         self.spare: list[int] = []
         # made for every message, with numbers: conversions by the interpreter would cost more than the calls
         self._record = self._typed("cuEventRecord", c_void_p, c_void_p)
@@ -113,10 +116,6 @@ class Gpu:
         self._call("cuDeviceGet", byref(device), self.number)
         self._call("cuDeviceGetPCIBusId", found, c_int(len(found)), device)
         return found.value.decode()
-
-    def active(self) -> AbstractContextManager[None]:
-        """This GPU's context is the thread's."""
-        return self._active
 
     def stream(self) -> int:
         """A new stream, of the highest priority."""
@@ -166,7 +165,7 @@ class Gpu:
 
     def passed(self, event: Event) -> bool:
         """Whether the event has come."""
-        with self.active():
+        with self.active:
             code = self._query(event.address)
         if code not in (0, _NOT_READY):
             raise DriverError(f"cuEventQuery gave error {code}")

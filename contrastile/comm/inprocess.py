@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from contrastile.backends.contract import Array
-from contrastile.comm import calls
+from contrastile.comm import buffers, calls
 from contrastile.comm.calls import Conflict
 from contrastile.comm.communicator import Communicator, ExchangeError, Parts
 from contrastile.comm.watchdog import DEADLINE, PeerTimeout
@@ -168,7 +168,7 @@ class InProcess(Communicator):
         number, place, late = self._next(), str(self.calls.label), self.group.late
         sent = []
         for target, xs in outgoing.items():
-            content = list(xs) if late else [x.clone() if hasattr(x, "clone") else x.copy() for x in xs]
+            content = list(xs) if late else list(map(buffers.copied, xs))
             message = Message(content, self._head(xs), place)
             sent.append((target, self.group.send(self.rank, target, number, message)))
         stays = set(map(id, outgoing.get(self.rank, ())))

@@ -136,7 +136,7 @@ def channel(group: PointToPoint, like: Array) -> Channel | None:
     watchdog = Watchdog(lambda: group.deadline, begin=relaxed_capture)
     connected = False
     watchdog.add(InFlight(lambda: True, lambda: connected, tuple(range(group.size))))
-    with gpu.active():
+    with gpu.active:
         communicator = nccl.connect(bytes.fromhex(everyone[0][2]), group.rank, group.size)
         # of the highest priority: a transfer starts before a kernel queued behind it takes every multiprocessor
         stream = gpu.stream()
@@ -168,7 +168,7 @@ class NCCLChannel:
     def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> Pending:
         gpu = self.gpu
         like = next(x for xs in (*outgoing.values(), *incoming.values()) for x in xs)
-        with gpu.active():
+        with gpu.active:
             now = gpu.current(like)
             captured = gpu.capturing(now)
             self._captured |= captured
@@ -193,7 +193,7 @@ class NCCLChannel:
             ends.append(gpu.record(self.stream))
 
         def join() -> None:
-            with gpu.active():
+            with gpu.active:
                 gpu.follow(gpu.current(like), ends[0])
 
         return Queued(join, message)

@@ -169,38 +169,28 @@ def _returned(
     """The gradient sums of this rank's column blocks, and the sums of numbers, over all ranks: one message for both."""
     n, me, widths = placement.size, placement.rank, placement.shards.widths
     if n == 1 or whole is None:
-        found = by_block(placement, arrays, whole, wants)
+        found = by_block(placement, whole, wants)
         return found, summed(placement, arrays, *numbers)
     parts = buffers.split(whole, widths)
-    others = [r for r in range(n) if r != me]
-    arriving = dict(zip(others, buffers.like(parts[me], n - 1), strict=True))
+    others, shape, dtype = [r for r in range(n) if r != me], tuple(parts[me].shape), arrays.dtype(whole)
+    arriving = {r: arrays.empty(shape, dtype, whole) for r in others}
     own, totals, incoming = scalar_gather_buffers(placement, arrays, numbers)
     outgoing = {r: own if r == me else [parts[r], *own] for r in range(n)}
     for r in others:
         incoming[r].insert(0, arriving[r])
     placement.communicator.exchange(outgoing, incoming).wait()
-    sums = by_block(placement, arrays, _added_up(arriving, me, parts[me]), wants)
+    sums = by_block(placement, _added_up(arriving, me, parts[me]), wants)
     return sums, [arrays.total(x) for x in totals]
 
 
-def by_block(
-    placement: Placement, arrays: ArrayLibrary, own: Array | None, wants: tuple[bool, ...]
-) -> tuple[Array | None, ...]:
+def by_block(placement: Placement, own: Array | None, wants: tuple[bool, ...]) -> tuple[Array | None, ...]:
     """The wanted gradients, or their sums, of this rank's columns, block by block; None where there are none."""
     if own is None:
         return (None,) * len(wants)
     places = placement.shards.blocks(placement.rank)
     parts = [own[where] if want else None for where, want in zip(places, wants, strict=True)]
     # gradients of several blocks must not share memory: an operator's results may not
-    return tuple(parts if len(parts) == 1 else [_copied(arrays, x) for x in parts])
-
-
-def _copied(arrays: ArrayLibrary, x: Array | None) -> Array | None:
-    if x is None:
-        return None
-    copy = arrays.empty(tuple(x.shape), arrays.dtype(x), x)
-    buffers.copy(x, copy)
-    return copy
+    return tuple(parts if len(parts) == 1 else [None if x is None else buffers.copied(x) for x in parts])
 
 
 @local.ieee

@@ -114,6 +114,6 @@ def own_part(problem: Problem, found: Gradients, wanted: Wanted, arrays: ArrayLi
     rows = None if found.rows is None else found.rows[first : first + placement.shards.rows[placement.rank]]
     columns = tuple(None if x is None else x[placement.start : placement.start + width] for x in found.columns)
     if len(wanted.columns) > 1:
-        columns = by_block(placement, arrays, columns[0], wanted.columns)
+        columns = by_block(placement, columns[0], wanted.columns)
     scale, bias = (None if x is None else mean(placement, arrays, x, problem.scale) for x in (found.scale, found.bias))
     return Gradients(rows, columns, scale, bias)

@@ -11,6 +11,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,13 +28,11 @@ class Ended:
     Attributes:
         code: the launcher's exit code.
         output: of all ranks.
-        finished: when the last rank had exited, on the wall clock.
         orphans: processes that were left when the launcher had exited; they were ended.
     """
 
     code: int
     output: str
-    finished: float
     orphans: int
 
     def said(self, rank: int) -> list[str]:
@@ -65,10 +64,8 @@ def launch(
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", name: value, **environment}
     words = [*command(engine, ranks), str(PROGRAMS / program), engine.split()[-1], *args]
     with tempfile.TemporaryFile() as output:
-        started = subprocess.Popen(
-            ["timeout", "--kill-after=1", str(seconds), *words], stdout=output, stderr=subprocess.STDOUT, env=variables
-        )
-        finished = _watched(started, f"{name}={value}", ranks)
+        words = ["timeout", "--kill-after=1", str(seconds), *words]
+        ended = subprocess.run(words, stdout=output, stderr=subprocess.STDOUT, env=variables, check=False)
         # a process that is just exiting is no orphan
         end = time.monotonic() + 1
         while (orphans := list(marked(f"{name}={value}"))) and time.monotonic() < end:
@@ -77,42 +74,12 @@ def launch(
             os.kill(pid, signal.SIGKILL)
         output.seek(0)
         text = output.read().decode(errors="replace")
-    return Ended(started.returncode, text, finished, len(orphans))
-
-
-def _watched(launcher: subprocess.Popen[bytes], mark: str, ranks: int) -> float:
-    """When the last rank had exited, on the wall clock; waits for the launcher."""
-    known: set[int] = set()
-    finished = None
-    while launcher.poll() is None:
-        if len(known) < ranks:
-            known |= {pid for pid in marked(mark) if _is_rank(pid)}
-            time.sleep(0.15)
-        elif finished is None and not any(map(_runs, known)):
-            finished = time.time()
-        time.sleep(0.05)
-    return finished or time.time()
-
-
-def _read(pid: int, what: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/{what}").read_bytes()
-    except OSError:
-        return b""
-
-
-def _runs(pid: int) -> bool:
-    state = _read(pid, "stat").rpartition(b")")[2].split()
-    return bool(state) and state[0] != b"Z"
-
-
-def _is_rank(pid: int) -> bool:
-    words = _read(pid, "cmdline").split(b"\0")
-    return words[0] == sys.executable.encode() and b"torch.distributed.run" not in words
+    return Ended(ended.returncode, text, len(orphans))
 
 
 def marked(mark: str) -> Iterator[int]:
     """The processes that have this in their environment and have not ended."""
     for place in Path("/proc").glob("[0-9]*"):
-        if mark.encode() in _read(int(place.name), "environ").split(b"\0"):
-            yield int(place.name)
+        with suppress(OSError):
+            if mark.encode() in (place / "environ").read_bytes().split(b"\0"):
+                yield int(place.name)

@@ -131,16 +131,6 @@ def test_ranks_take_turns_in_the_same_way_every_time(late: bool) -> None:
     assert sorted(logs[0]) == [(rank, step) for rank in range(4) for step in range(2)]
 
 
-def test_a_rank_that_raises_is_what_the_run_raises() -> None:
-    def program(comm: InProcess) -> None:
-        if comm.rank == 1:
-            raise KeyError("rank 1 had enough")
-        comm.agree(np.array([1]))
-
-    with pytest.raises(KeyError, match="rank 1 had enough"):
-        InProcessGroup[None](3).run(program)
-
-
 @pytest.mark.parametrize(
     ("last", "words"), [("raises", "rank 2 raised KeyError: 'ill'"), ("leaves", "rank 2 has left")]
 )

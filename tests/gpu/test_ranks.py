@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,9 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
+sys.path.append(str(Path(__file__).parents[1] / "comm"))
+from launching import run  # noqa: E402
+
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]
 GPUS = torch.cuda.device_count()
@@ -25,17 +27,13 @@ RANKS = {"torch": GPUS, "gloo": 2, "mpi": 2}
 
 def said(engine: str, *words: str) -> str:
     """What a program's ranks print; they must all end well."""
-    ranks = RANKS[engine]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    if engine == "torch" and ranks < 2:
+    if engine == "torch" and GPUS < 2:
         pytest.skip("needs two GPUs")
     if engine == "mpi":
         pytest.importorskip("mpi4py")
         if shutil.which("mpirun") is None:
             pytest.skip("needs mpirun")
-        command = ["mpirun", "-n", str(ranks), sys.executable, "-m", "mpi4py"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=600, check=False, env=environment)
+    done = run("mpi" if engine == "mpi" else "torch", RANKS[engine], *words, PYTHONPATH=str(ROOT))
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
     return output

@@ -87,6 +87,14 @@ def wrappers() -> dict[str, Callable[[Any, Any], Any]]:
     }
 
 
+def compared(pairs: list[tuple[Any, Any]], scale: float, name: str = "") -> None:
+    """Hold a loss of ours to the library's; each is a model and its loss."""
+    (theirs, expected), (found, gradient) = (gradient_of(model, loss) for model, loss in pairs)
+    limit = allowed(4 * ROWS, scale)
+    assert abs(theirs - found).item() <= limit, name
+    assert (expected - gradient).abs().max().item() <= limit, name
+
+
 def test_inside_the_library_s_wrappers_they_are_its_own_losses() -> None:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import losses
@@ -95,26 +103,8 @@ def test_inside_the_library_s_wrappers_they_are_its_own_losses() -> None:
 
     for name, make in wrappers().items():
         models = [encoder(SentenceTransformer, 3) for _ in range(2)]
-        (theirs, expected), (found, gradient) = (
-            gradient_of(model, make(model, library)) for model, library in zip(models, (losses, ours), strict=True)
-        )
-        limit = allowed(4 * ROWS, 3 * 20.0)
-        assert abs(theirs - found).item() <= limit, name
-        assert (expected - gradient).abs().max().item() <= limit, name
-
-
-def test_the_recipe_trains_a_transformer(tmp_path: Path) -> None:
-    from contrastile.integrations import sentence_transformers as ours
-
-    model = tiny_models.sentences(tmp_path)
-    letters = [" ".join(string.ascii_lowercase[i : i + 1 + i % 3]) for i in range(3 * ROWS)]
-    texts = [model.preprocess(letters[i * ROWS : (i + 1) * ROWS]) for i in range(3)]
-    kinds = ours.MultipleNegativesRankingLoss, ours.CachedMultipleNegativesRankingLoss
-    for loss, kind in zip(recipe("sentence-transformers")["losses"](model), kinds, strict=True):
-        assert type(loss) is kind
-        model.zero_grad()
-        loss([dict(x) for x in texts], None).backward()
-        assert all(x.grad.abs().max() > 0 for name, x in model.named_parameters() if "pooler" not in name)
+        pairs = [(model, make(model, library)) for model, library in zip(models, (losses, ours), strict=True)]
+        compared(pairs, 3 * 20.0, name)
 
 
 def test_splade_takes_it() -> None:
@@ -129,31 +119,21 @@ def test_splade_takes_it() -> None:
             losses.SparseMultipleNegativesRankingLoss(models[0]),
             ours.MultipleNegativesRankingLoss(models[1], scale=1.0, similarity_fct=util.dot_score),
         )
-        (theirs, expected), (found, gradient) = (
-            gradient_of(model, outer(model, loss, 0.1, 0.2)) for model, loss in zip(models, inner, strict=True)
-        )
-        limit = allowed(4 * ROWS, 1.0)
-        assert abs(theirs - found).item() <= limit
-        assert (expected - gradient).abs().max().item() <= limit
+        compared([(model, outer(model, loss, 0.1, 0.2)) for model, loss in zip(models, inner, strict=True)], 1.0)
 
 
-def test_what_the_cached_loss_was_given_reaches_the_loss() -> None:
-    from sentence_transformers import SentenceTransformer, util
+def test_the_recipe_trains_a_transformer(tmp_path: Path) -> None:
+    from contrastile.integrations import sentence_transformers as ours
 
-    from contrastile.integrations.sentence_transformers import CachedMultipleNegativesRankingLoss
-
-    given = {
-        "scale": 7.0,
-        "similarity_fct": util.dot_score,
-        "gather_across_devices": True,
-        "directions": ("query_to_doc", "doc_to_query"),
-        "partition_mode": "per_direction",
-        "hardness_mode": "all_negatives",
-        "hardness_strength": 2.0,
-    }
-    loss = CachedMultipleNegativesRankingLoss(encoder(SentenceTransformer, 2), settings={"tile": 8}, **given)
-    assert {name: getattr(loss.loss, name) for name in given} == given
-    assert loss.loss.settings == {"tile": 8}
+    model = tiny_models.sentences(tmp_path)
+    letters = [" ".join(string.ascii_lowercase[i : i + 1 + i % 3]) for i in range(3 * ROWS)]
+    texts = [model.preprocess(letters[i * ROWS : (i + 1) * ROWS]) for i in range(3)]
+    kinds = ours.MultipleNegativesRankingLoss, ours.CachedMultipleNegativesRankingLoss
+    for loss, kind in zip(recipe("sentence-transformers")["losses"](model), kinds, strict=True):
+        assert type(loss) is kind
+        model.zero_grad()
+        loss([dict(x) for x in texts], None).backward()
+        assert all(x.grad.abs().max() > 0 for name, x in model.named_parameters() if "pooler" not in name)
 
 
 def test_what_it_cannot_compute_is_refused() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from contrastile.comm.inprocess import InProcess, InProcessGroup
@@ -12,11 +13,28 @@ from contrastile.verify import cases
 from contrastile.verify.shards import Cut
 
 
+@dataclass
+class Waited:
+    """A message whose wait is written down."""
+
+    pending: Any
+    note: Callable[[], None]
+
+    def wait(self) -> None:
+        self.pending.wait()
+        self.note()
+
+
 class Counting:
-    """A communicator that counts its messages of features and vectors."""
+    """A communicator that writes down its messages of features and vectors, and which have been waited for."""
 
     def __init__(self, home: InProcess) -> None:
-        self.home, self.count = home, Counter[str]()
+        self.home, self.log = home, list[str]()
+
+    @property
+    def count(self) -> Counter[str]:
+        """How many there were of each kind."""
+        return Counter(line.removeprefix("post ") for line in self.log if line.startswith("post "))
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.home, name)
@@ -30,9 +48,12 @@ class Counting:
                 what = next(xs for rank, xs in what.items() if rank != self.home.rank)
             elif name != "shift":
                 what = [what[0] if name == "all_to_all" else what]
-            kinds = ("number" if x.shape == (1,) else str(x.ndim) for x in what)
-            self.count[f"{name} {' '.join(kinds)}"] += 1
-            return found(*call)
+            # statistics are pairs, narrower than any features here
+            wide = ("features" if x.ndim == 2 and x.shape[1] > 2 else str(x.ndim) for x in what)
+            kinds = ("number" if x.shape == (1,) else kind for x, kind in zip(what, wide, strict=True))
+            label = f"{name} {' '.join(kinds)}"
+            self.log.append(f"post {label}")
+            return Waited(found(*call), lambda: self.log.append(f"have {label}"))
 
         return counted
 

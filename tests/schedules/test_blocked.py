@@ -1,4 +1,4 @@
-"""The blocked schedule: its numbers, its bits wherever features are kept, its memory, and its copies."""
+"""The blocked schedule: its numbers, its bits wherever features are kept, and its copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import contrastile
 from contrastile import compute, evaluation
 from contrastile.backends.contract import Options
 from contrastile.backends.registry import load
-from contrastile.bench.memory import torch_peak
 from contrastile.problems import BUILDERS
 from contrastile.schedules import local
 from contrastile.schedules.problem import Blocking, Problem
@@ -144,27 +143,6 @@ def test_the_next_block_is_on_its_way_before_a_block_is_computed() -> None:
     loads = [world.log[:i].count("loads 16") for i in at]
     # rows with the first columns; then one block of columns ahead, and rows too where the next ones begin
     assert loads == [3, 4, 6, 7, 8, 10, 11, 12, 12]
-
-
-def home_bytes(b: int, width: int, item: int) -> int:
-    """What a step leaves where the features are kept: both gradients, and float32 sums of the columns'."""
-    return 2 * b * width * item + b * width * 4
-
-
-def test_device_memory_grows_by_numbers_alone() -> None:
-    """On a CPU the device's memory and the host's are one: what is not kept at home is the device's."""
-    width, block, dtype = 128, 64, torch.bfloat16
-
-    def device_bytes(b: int) -> int:
-        problem = in_blocks(made(contrastile.clip_loss, b, dtype, width), block)
-        return torch_peak(lambda: evaluated(problem)) - home_bytes(b, width, dtype.itemsize)
-
-    one, two = map(device_bytes, (128, 256))
-    # numbers of each row and column, and no feature: a row of features alone would be 256 bytes
-    numbers = 128
-    assert two - one <= 128 * 2 * numbers
-    # four blocks of features, three of sums, one of a gradient, in at most 4 bytes each, a tile and its spare
-    assert one <= 8 * block * width * 4 + 2 * block * block * 4 + 128 * 2 * numbers
 
 
 def test_a_transform_takes_blocks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,30 +18,27 @@ from contrastile import training
 from contrastile.training import chunks
 
 
-def test_gradient_checkpointing_inside_an_encoder() -> None:
+def checkpointed(net: nn.Module, reentrant: bool) -> Callable[[Tensor], Tensor]:
+    # reentrant checkpoints need an input that requires a gradient
+    return lambda x: checkpoint(net, x.clone().requires_grad_(), use_reentrant=reentrant)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        functools.partial(checkpointed, reentrant=False),
+        functools.partial(checkpointed, reentrant=True),
+        pytest.param(functools.partial(torch.compile, backend="aot_eager"), marks=pytest.mark.slow),
+    ],
+    ids=["checkpointed", "reentrant", "compiled"],
+)
+def test_encoders_may_be_checkpointed_or_compiled(made: Any) -> None:
     towers, inputs = setting((B, B))
     parameters = every_parameter(*towers)
     expected = graphs_kept(towers, [x.split(5) for x in inputs], contrastile.clip_loss, [lambda: 3.0], parameters)
-    for reentrant in (False, True):
-
-        def saving(net: nn.Module, x: Tensor, again: bool = reentrant) -> Tensor:
-            x = x.clone().requires_grad_()  # reentrant checkpoints need an input that does
-            return checkpoint(net, x, use_reentrant=again)
-
-        encoders = [functools.partial(saving, net) for net in towers]
-        torch.manual_seed(0)
-        training.cached_step(encoders, tuple(inputs), contrastile.clip_loss, scale=3.0, chunk=5)
-        assert worst(taken(parameters), expected) <= 1
-
-
-@pytest.mark.slow
-def test_compiled_encoders() -> None:
-    towers, inputs = setting((B, B))
-    parameters = every_parameter(*towers)
-    expected = graphs_kept(towers, [x.split(5) for x in inputs], contrastile.clip_loss, [lambda: 3.0], parameters)
-    compiled = [torch.compile(net, backend="aot_eager") for net in towers]
+    encoders = [made(net) for net in towers]
     torch.manual_seed(0)
-    training.cached_step(compiled, tuple(inputs), contrastile.clip_loss, scale=3.0, chunk=5)
+    training.cached_step(encoders, tuple(inputs), contrastile.clip_loss, scale=3.0, chunk=5)
     assert worst(taken(parameters), expected) <= 1
 
 

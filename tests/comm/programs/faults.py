@@ -1,6 +1,6 @@
 """A training loop in which one rank fails at one step; started by test_faults.
 
-Arguments: engine, fault, where, rank. Every rank prints what it ended with, and the faulty rank when it failed.
+Arguments: engine, fault, rank. Every rank prints what it ended with, and the faulty rank when it failed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from contrastile.comm.connect import connect
 from contrastile.comm.watchdog import deadline_or
 
 STEP = 3
+INSIDE = "killed", "stalls"
+"""What happens in the middle of a ring; the rest happens between two calls."""
 
 
 def fail(group: Any, fault: str) -> None:
@@ -56,7 +58,7 @@ def absent(ranks: Any, faulty: int) -> None:
 
 
 def main() -> None:
-    fault, where, faulty = sys.argv[2], sys.argv[3], int(sys.argv[4])
+    fault, faulty = sys.argv[2], int(sys.argv[3])
     ranks = started()
     if fault == "absent":
         absent(ranks, faulty)
@@ -71,14 +73,14 @@ def main() -> None:
     compute, step = backend.gradients, 0
 
     def gradients(*args: object) -> None:
-        if step == STEP and where == "inside" and ranks.rank == faulty:
+        if step == STEP and fault in INSIDE and ranks.rank == faulty:
             fail(group, fault)
         compute(*args)
 
     object.__setattr__(backend, "gradients", gradients)
     try:
         for step in range(1000):
-            if step == STEP and where == "before" and ranks.rank == faulty:
+            if step == STEP and fault not in INSIDE and ranks.rank == faulty:
                 fail(group, fault)
             both(image, text, 2.0)
     except BaseException as error:

@@ -116,7 +116,7 @@ def alone() -> None:
     from contrastile.comm.watchdog import Watchdog
 
     calls, gpu = nccl.NCCL(), Gpu(0)
-    with gpu.active():
+    with gpu.active:
         channel = nccl.NCCLChannel(calls, calls.connect(calls.key(), 0, 1), gpu, gpu.stream(), Watchdog(lambda: 10.0))
     for library, put in libraries(0):
         for dtype in DTYPES:

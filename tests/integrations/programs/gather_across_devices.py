@@ -10,6 +10,7 @@ import torch.distributed as dist
 from sentence_tables import ROWS, Table, allowed, columns
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.util import dot_score
 from torch.nn.parallel import DistributedDataParallel
 
 from contrastile.integrations import sentence_transformers as ours
@@ -46,7 +47,9 @@ def apart(kind: str, more: dict[str, Any], **choice: Any) -> float:
 
 
 def trials() -> Iterator[tuple[str, float]]:
-    """Every choice of the loss, and the cached one."""
+    """Every choice of the loss, and the cached one, which passes on what it was given."""
     for name, choice in CHOICES.items():
         yield name, apart("MultipleNegativesRankingLoss", {}, **choice)
-    yield "cached", apart("CachedMultipleNegativesRankingLoss", {"mini_batch_size": 3}, **CHOICES["all"])
+    given = {**CHOICES["both"], "similarity_fct": dot_score, "hardness_mode": "all_negatives", "hardness_strength": 2.0}
+    more = {"mini_batch_size": 3, "settings": {"tile": 8}}
+    yield "cached", apart("CachedMultipleNegativesRankingLoss", more, **given)
