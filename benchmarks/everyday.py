@@ -34,7 +34,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
-from harness import Call, Ranks, captured, ceiling, facts, paired, write  # noqa: E402
+from harness import Call, Ranks, ceiling, facts, paired, write  # noqa: E402
 from peers.timed import OPEN_CLIP, PLAINS, TIMED, Loss, compiled, loaded  # noqa: E402
 
 import contrastile  # noqa: E402
@@ -60,7 +60,6 @@ class Case:
         d: width.
         settings: of the call.
         scale: multiplies the dot products.
-        graph: replayed as a CUDA graph.
         each: False where b counts the rows of all ranks.
     """
 
@@ -70,14 +69,13 @@ class Case:
     d: int = 512
     settings: dict[str, Any] = field(default_factory=dict)
     scale: float = 100.0
-    graph: bool = False
     each: bool = True
 
     @property
     def label(self) -> str:
         """The case in words."""
         more = "".join(f" {name}={value}" for name, value in self.settings.items())
-        more += f"{' graph' if self.graph else ''}{'' if self.each else ' in all'}"
+        more += "" if self.each else " in all"
         more += f" scale={self.scale:g}" if self.scale > 100.0 else ""
         return f"{self.loss} {self.dtype} b={self.b} d={self.d}{more}"
 
@@ -114,19 +112,14 @@ OF_RANKS = tuple(_clip(b) for b in (*SMALL, 8192, 16384, 32768))
 OF_CPUS = tuple(Case(name, "float32", b) for name in PLAINS for b in (64, 256, 1024, 4096))
 STEPS = (
     *(_clip(b, d) for b in (65536, 32768, 262144) for d in (512, 768, 1024)),
-    *(_clip(8192, d, graph=True) for d in (512, 1024)),
     _clip(8192),
     _clip(65536, scale=400.0),
 )
 SCALING = (
     *(_clip(32768), _clip(65536, each=False), _clip(262144, each=False), _clip(32768, 1024), _clip(131072, each=False)),
     *(_clip(b) for b in (2048, 4096, 8192, 16384, 65536)),
-    _clip(8192, graph=True),
 )
-BESIDE_PEERS = (
-    *(_clip(65536, each=False), _clip(32768, each=False), _clip(8192, each=False), _clip(8192, each=False, graph=True)),
-    *(_clip(131072, each=False), _clip(262144, each=False)),
-)
+BESIDE_PEERS = tuple(_clip(b, each=False) for b in (65536, 32768, 8192, 131072, 262144))
 PARTS = ("everyday", "steps", "peers")
 
 
@@ -137,7 +130,7 @@ def cases(part: str, kind: str, size: int) -> tuple[Case, ...]:
             return OF_RANKS if kind == "cuda" else OF_CPUS[:1]
         return EVERYDAY if kind == "cuda" else OF_CPUS
     found = BESIDE_PEERS if part == "peers" else STEPS if size == 1 else SCALING
-    return found if kind == "cuda" else tuple(replace(case, dtype="float32") for case in found if not case.graph)
+    return found if kind == "cuda" else tuple(replace(case, dtype="float32") for case in found)
 
 
 def smoke(found: tuple[Case, ...]) -> tuple[Case, ...]:
@@ -177,8 +170,7 @@ def jobs(part: str, case: Case, ranks: Ranks, backends: list[str]) -> Iterator[J
         yield "plain", "local", 1, PLAINS[case.loss], ""
         yield "compiled", "local", 1, compiled(PLAINS[case.loss]), ""
     for name, (places, _) in TIMED.items():
-        # a capture that fails in other people's kernels can take the process with it
-        here = part == "peers" and (name == OPEN_CLIP or not case.graph) and (size == 1 or "ranks" in places)
+        here = part == "peers" and (size == 1 or "ranks" in places)
         if here or (everyday and size > 1 and name.startswith(OPEN_CLIP)):
             yield name, "" if size > 1 else "local", size, *loaded(name, several=size > 1, kind=ranks.kind)
 
@@ -202,7 +194,7 @@ def inputs(case: Case, ranks: Ranks, n: int) -> tuple[list[Any], dict[str, Any]]
     return [leaf(first), leaf(second), scale], {"ids": labels} if case.loss == "clip_loss ids" else {}
 
 
-def called(case: Case, loss: Loss, given: list[Any], more: dict[str, Any]) -> Call:
+def called(loss: Loss, given: list[Any], more: dict[str, Any]) -> Call:
     """What is timed."""
     leaves = [x for x in given if x.requires_grad]
 
@@ -210,7 +202,7 @@ def called(case: Case, loss: Loss, given: list[Any], more: dict[str, Any]) -> Ca
         value = loss(*given, **more)
         return value.detach(), torch.autograd.grad(value, leaves)
 
-    return captured(step) if case.graph else step
+    return step
 
 
 class Run:
@@ -274,12 +266,12 @@ class Run:
             rows = case.rows(n)
             row: Row = {"part": part, "row": case.label, "name": name, "exchange": exchange, "n": n}
             row |= {"loss": case.loss, "dtype": case.dtype, "rows": rows, "d": case.d, **case.settings}
-            row |= {"scale": case.scale, "what": "both", "graph": case.graph, "each": case.each}
+            row |= {"scale": case.scale, "what": "both", "graph": False, "each": case.each}
             row["b"] = rows if part == "everyday" else rows * n
             found.append(row)
             call = None
             try:
-                call = loss and called(case, loss, *inputs(case, self.ranks, n))
+                call = loss and called(loss, *inputs(case, self.ranks, n))
             except Exception as error:  # a peer that does not take the size
                 reason = one_line(error)[:200]
             reason = self.ranks.failed(reason)
@@ -296,9 +288,7 @@ class Run:
             if part != "everyday" and tops:
                 rates = [case.flops(row["n"]) / t * 1e-9 for t in row["milliseconds"]]
                 row |= {"ceiling_tflops": tops, "fraction": [x / top for x, top in zip(rates, tops, strict=True)]}
-                if not case.graph:
-                    peaks = self.ranks.share(peak_extra(calls[label], "torch", self.ranks.kind))
-                    row["peak_bytes"] = int(max(peaks))
+                row["peak_bytes"] = int(max(self.ranks.share(peak_extra(calls[label], "torch", self.ranks.kind))))
         return found
 
     def keep(self, rows: list[Row]) -> None:

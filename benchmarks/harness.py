@@ -125,19 +125,6 @@ def elapsed(ranks: Ranks, call: Call, count: int) -> float:
     return float(max(ranks.share(seconds(call, ranks.kind, count))))
 
 
-def captured(call: Call) -> Call:
-    """The call in a CUDA graph, which holds no result: while it lives, no communicator that it uses can end."""
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
 def ceiling(ranks: Ranks, slot: float) -> Callable[[], float]:
     """The yardstick: a square product by the vendor's library on all ranks at once, 8192^3 bfloat16 on a GPU.
 
