@@ -9,6 +9,7 @@
 ``everyday``   every loss beside plain PyTorch, eager and compiled; over ranks clip_loss beside open_clip's local loss
 ``steps``      our own clip_loss beside the ceiling, a large matrix product; over ranks by every exchange and number
 ``peers``      clip_loss beside the ceiling and public implementations; why one cannot be loaded is recorded
+``training``   an optimizer step of a MiniLM by our gradient cache and others', in chunks; on one process
 
 A call is an eager forward and backward, host time included. Our backends are held to the oracle first, on one process:
 one that fails is not timed. The record is written after every row, and keeps what an earlier run of the same commit on
@@ -24,8 +25,9 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
 from harness import Call, Ranks, ceiling, facts, paired, write  # noqa: E402
+from peers import caches  # noqa: E402
 from peers.timed import OPEN_CLIP, PLAINS, TIMED, Loss, compiled, loaded  # noqa: E402
 
 import contrastile  # noqa: E402
@@ -120,7 +123,14 @@ SCALING = (
     *(_clip(b) for b in (2048, 4096, 8192, 16384, 65536)),
 )
 BESIDE_PEERS = tuple(_clip(b, each=False) for b in (65536, 32768, 8192, 131072, 262144))
-PARTS = ("everyday", "steps", "peers")
+_STEP = Case("cached_step", "bfloat16", 65536, 384, {"chunk": 1024}, caches.SCALE)
+TRAINING = (
+    Case("info_nce", "bfloat16", 65536, 384, scale=caches.SCALE),
+    *(replace(_STEP, settings={"chunk": chunk}) for chunk in (8192, 4096, 2048, 1024)),
+    *(replace(_STEP, b=b) for b in (1024, 4096, 16384)),
+    replace(_STEP, b=8192, settings={"chunk": 8192}),
+)
+PARTS = ("everyday", "steps", "peers", "training")
 
 
 def cases(part: str, kind: str, size: int) -> tuple[Case, ...]:
@@ -129,6 +139,8 @@ def cases(part: str, kind: str, size: int) -> tuple[Case, ...]:
         if size > 1:
             return OF_RANKS if kind == "cuda" else OF_CPUS[:1]
         return EVERYDAY if kind == "cuda" else OF_CPUS
+    if part == "training":
+        return TRAINING
     found = BESIDE_PEERS if part == "peers" else STEPS if size == 1 else SCALING
     return found if kind == "cuda" else tuple(replace(case, dtype="float32") for case in found)
 
@@ -136,11 +148,12 @@ def cases(part: str, kind: str, size: int) -> tuple[Case, ...]:
 def smoke(found: tuple[Case, ...]) -> tuple[Case, ...]:
     """The same cases with a few rows, none twice."""
     small = [replace(case, b=case.b // 1024 + 32, d=24) for case in found]
+    small = [replace(x, settings={"chunk": x.settings["chunk"] // 64}) if "chunk" in x.settings else x for x in small]
     return tuple({case.label: case for case in small}.values())
 
 
-Job = tuple[str, str, int, Loss | None, str]
-"""Name, exchange and number of ranks of one implementation; its loss, or None and the reason."""
+Job = tuple[str, str, int, Callable[[], Call] | None, str]
+"""Name, exchange and number of ranks of one implementation; what makes its call, or None and the reason."""
 
 
 def ours(case: Case, backend: str, **how: Any) -> Loss:
@@ -157,6 +170,11 @@ def jobs(part: str, case: Case, ranks: Ranks, backends: list[str]) -> Iterator[J
     size = ranks.size
     everyday, steps = part == "everyday", part == "steps"
     numbers = list(ranks.groups) if steps else [size]
+    if case.loss == "cached_step":
+        for name in caches.CACHES:
+            where = case.b, case.d, case.settings["chunk"], ranks.device
+            yield name, "local", 1, partial(caches.step, name, *where), ""
+        return
     for name in backends:
         for n in numbers:
             ways = ["local"] if n == 1 else ["auto"] if everyday else ["auto", "ring", "gather"]
@@ -164,15 +182,18 @@ def jobs(part: str, case: Case, ranks: Ranks, backends: list[str]) -> Iterator[J
                 ways.remove("auto")
             for way in ways:
                 how = {} if n == 1 else {"group": ranks.groups[n], "exchange": way}
-                yield name if everyday else f"contrastile {name}", way, n, ours(case, name, **how), ""
+                make = partial(called, case, ours(case, name, **how), ranks, n)
+                yield name if everyday else f"contrastile {name}", way, n, make, ""
     if everyday and size == 1:
         torch._dynamo.reset()
-        yield "plain", "local", 1, PLAINS[case.loss], ""
-        yield "compiled", "local", 1, compiled(PLAINS[case.loss]), ""
+        for name, loss in (("plain", PLAINS[case.loss]), ("compiled", compiled(PLAINS[case.loss]))):
+            yield name, "local", 1, partial(called, case, loss, ranks, 1), ""
     for name, (places, _) in TIMED.items():
         here = part == "peers" and (size == 1 or "ranks" in places)
         if here or (everyday and size > 1 and name.startswith(OPEN_CLIP)):
-            yield name, "" if size > 1 else "local", size, *loaded(name, several=size > 1, kind=ranks.kind)
+            loss, reason = loaded(name, several=size > 1, kind=ranks.kind)
+            make = None if loss is None else partial(called, case, loss, ranks, size)
+            yield name, "" if size > 1 else "local", size, make, reason
 
 
 def inputs(case: Case, ranks: Ranks, n: int) -> tuple[list[Any], dict[str, Any]]:
@@ -194,8 +215,9 @@ def inputs(case: Case, ranks: Ranks, n: int) -> tuple[list[Any], dict[str, Any]]
     return [leaf(first), leaf(second), scale], {"ids": labels} if case.loss == "clip_loss ids" else {}
 
 
-def called(loss: Loss, given: list[Any], more: dict[str, Any]) -> Call:
+def called(case: Case, loss: Loss, ranks: Ranks, n: int) -> Call:
     """What is timed."""
+    given, more = inputs(case, ranks, n)
     leaves = [x for x in given if x.requires_grad]
 
     def step() -> Any:
@@ -210,8 +232,9 @@ class Run:
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.started, self.ranks = given, time.monotonic(), Ranks.join(given.device)
-        slot = given.slot or (0.06 if given.part == ["everyday"] else 0.3)
-        self.slot, self.ceiling = slot, (lambda: math.nan) if given.part == ["everyday"] else ceiling(self.ranks, slot)
+        alone = not {"steps", "peers"} & set(given.part)
+        slot = given.slot or (0.06 if alone else 0.3)
+        self.slot, self.ceiling = slot, (lambda: math.nan) if alone else ceiling(self.ranks, slot)
         environment = facts(self.ranks, given.commit)
         self.data: dict[str, Any] = {"environment": environment, "settings": {"slot": slot}, "verify": [], "times": []}
         if given.out and given.out.exists():
@@ -260,7 +283,7 @@ class Run:
         if self.ranks.kind == "cuda":
             torch.cuda.empty_cache()
         found, calls = list[Row](), dict[str, Call]()
-        for name, exchange, n, loss, reason in jobs(part, case, self.ranks, self.given.backends):
+        for name, exchange, n, make, reason in jobs(part, case, self.ranks, self.given.backends):
             if name in self.given.without:
                 continue
             rows = case.rows(n)
@@ -271,8 +294,8 @@ class Run:
             found.append(row)
             call = None
             try:
-                call = loss and called(loss, *inputs(case, self.ranks, n))
-            except Exception as error:  # a peer that does not take the size
+                call = make and make()
+            except Exception as error:  # a peer that does not take the size, or cannot be imported
                 reason = one_line(error)[:200]
             reason = self.ranks.failed(reason)
             if call is None or reason:
@@ -285,9 +308,10 @@ class Run:
             label = f"{row['name']} {row['exchange']} on {row['n']}"
             row |= samples.get(label, {})
             tops = row.pop("ceiling_tflops", [])
-            if part != "everyday" and tops:
+            if part in ("steps", "peers") and tops:
                 rates = [case.flops(row["n"]) / t * 1e-9 for t in row["milliseconds"]]
                 row |= {"ceiling_tflops": tops, "fraction": [x / top for x, top in zip(rates, tops, strict=True)]}
+            if part != "everyday" and tops:
                 row["peak_bytes"] = int(max(self.ranks.share(peak_extra(calls[label], "torch", self.ranks.kind))))
         return found
 
