@@ -42,13 +42,6 @@ EXTRAS = {
 
 SCALE = 100.0
 
-_LOSSES = {
-    choice.SOFTMAX: "clip_loss, info_nce",
-    choice.SYMMETRIC: "nt_xent, sup_con",
-    choice.SIGMOID: "sigmoid_loss",
-    choice.RANKS: "any loss with a group",
-}
-
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 _NVIDIA = ("triton", "cupy")
@@ -173,14 +166,15 @@ def _backend(name: str, entry: Known, missing: str | None) -> Finding:
 
 
 def _choices() -> Iterator[Finding]:
-    """What "auto" takes for torch tensors of the usual dtypes, on a GPU for each form of a loss; and why."""
+    """What "auto" takes for torch tensors of the usual dtypes, on a GPU without a group and with one; and why."""
     place = "cuda" if _torch_gpus() else "cpu"
     if "torch" not in sys.modules:
         return
     for dtype in ("float32", "bfloat16"):
         taken: dict[choice.Choice, list[str]] = {}
-        for form, losses in _LOSSES.items():
-            taken.setdefault(choice.explained("torch", place, dtype, "auto", form), []).append(losses)
+        for group in (False, True):
+            found = choice.explained("torch", place, dtype, "auto", group)
+            taken.setdefault(found, []).append("with a group" if group else "without a group")
         for found, served in taken.items():
             name = f"{dtype} on {place}" + (f": {', '.join(served)}" if len(taken) > 1 else "")
             how = f" with precision={choice.auto_precision(found.name)!r}" if dtype == "float32" else ""

@@ -9,7 +9,7 @@
 ``mutants``     contrastile mutate, the defects of their kernels
 ``sanitizers``  compute-sanitizer: four tools over CuPy's kernels, memcheck over Triton's
 ``repeats``     the tests that ask for the same bits twenty times
-``drawn``       problems that Hypothesis draws, as many for each backend, dtype and precision
+``drawn``       problems that are drawn, as many for each backend, dtype and precision
 
 Nothing is timed, so that the jobs share the cores. What is not done within the time limit has failed.
 ``make measure-gpu`` times the same commit. ``--out`` gets what each job printed, its records, and ``summary.json``. The
