@@ -147,7 +147,8 @@ class _Blocks:
                 yield _StagedBlock(*place, triangle.block(own, whole, whole), starts[k], ends, own)
                 continue
             features = self.inside(self.staging.arrived(columns[slot]))
-            given = features, column.side.start, marks_of(problem.marks, column.side)
+            marks = marks_of(problem.marks, column.side)
+            given = features, column.side.start, marks
             block = part.block(*given) if problem.columns else triangle.across(part, *given)
             yield _StagedBlock(*place, block, starts[k], ends, None)
 
