@@ -69,7 +69,7 @@ measure-gpu:
 	mkdir -p out/verify-gpu
 	$(PYTHON) benchmarks/everyday.py --part everyday --out out/verify-gpu/everyday.json
 	$(PYTHON) benchmarks/everyday.py --part steps peers --seconds 900 --out out/verify-gpu/gpu.json
-	$(PYTHON) benchmarks/training.py --out out/verify-gpu/training.json
+	$(PYTHON) benchmarks/everyday.py --part training --rounds 3 --patience 10 --out out/verify-gpu/training.json
 
 # the address of the sources that pyproject.toml has
 docs docs-version: export REPO_URL ?= $(shell $(PYTHON) -c 'import tomllib; \

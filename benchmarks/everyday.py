@@ -9,6 +9,7 @@
 ``everyday``   every loss beside plain PyTorch, eager and compiled; over ranks clip_loss beside open_clip's local loss
 ``steps``      our own clip_loss beside the ceiling, a large matrix product; over ranks by every exchange and number
 ``peers``      clip_loss beside the ceiling and public implementations; why one cannot be loaded is recorded
+``training``   an optimizer step of a MiniLM by our gradient cache and others', in chunks; on one process
 
 A call is an eager forward and backward, host time included. Our backends are held to the oracle first, on one process:
 one that fails is not timed. The record is written after every row, and keeps what an earlier run of the same commit on
@@ -24,8 +25,9 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
-from harness import Call, Ranks, captured, ceiling, facts, paired, write  # noqa: E402
+from harness import Call, Ranks, ceiling, facts, paired, write  # noqa: E402
+from peers import caches  # noqa: E402
 from peers.timed import OPEN_CLIP, PLAINS, TIMED, Loss, compiled, loaded  # noqa: E402
 
 import contrastile  # noqa: E402
@@ -60,7 +63,6 @@ class Case:
         d: width.
         settings: of the call.
         scale: multiplies the dot products.
-        graph: replayed as a CUDA graph.
         each: False where b counts the rows of all ranks.
     """
 
@@ -70,14 +72,13 @@ class Case:
     d: int = 512
     settings: dict[str, Any] = field(default_factory=dict)
     scale: float = 100.0
-    graph: bool = False
     each: bool = True
 
     @property
     def label(self) -> str:
         """The case in words."""
         more = "".join(f" {name}={value}" for name, value in self.settings.items())
-        more += f"{' graph' if self.graph else ''}{'' if self.each else ' in all'}"
+        more += "" if self.each else " in all"
         more += f" scale={self.scale:g}" if self.scale > 100.0 else ""
         return f"{self.loss} {self.dtype} b={self.b} d={self.d}{more}"
 
@@ -114,20 +115,22 @@ OF_RANKS = tuple(_clip(b) for b in (*SMALL, 8192, 16384, 32768))
 OF_CPUS = tuple(Case(name, "float32", b) for name in PLAINS for b in (64, 256, 1024, 4096))
 STEPS = (
     *(_clip(b, d) for b in (65536, 32768, 262144) for d in (512, 768, 1024)),
-    *(_clip(8192, d, graph=True) for d in (512, 1024)),
     _clip(8192),
     _clip(65536, scale=400.0),
 )
 SCALING = (
     *(_clip(32768), _clip(65536, each=False), _clip(262144, each=False), _clip(32768, 1024), _clip(131072, each=False)),
     *(_clip(b) for b in (2048, 4096, 8192, 16384, 65536)),
-    _clip(8192, graph=True),
 )
-BESIDE_PEERS = (
-    *(_clip(65536, each=False), _clip(32768, each=False), _clip(8192, each=False), _clip(8192, each=False, graph=True)),
-    *(_clip(131072, each=False), _clip(262144, each=False)),
+BESIDE_PEERS = tuple(_clip(b, each=False) for b in (65536, 32768, 8192, 131072, 262144))
+_STEP = Case("cached_step", "bfloat16", 65536, 384, {"chunk": 1024}, caches.SCALE)
+TRAINING = (
+    Case("info_nce", "bfloat16", 65536, 384, scale=caches.SCALE),
+    *(replace(_STEP, settings={"chunk": chunk}) for chunk in (8192, 4096, 2048, 1024)),
+    *(replace(_STEP, b=b) for b in (1024, 4096, 16384)),
+    replace(_STEP, b=8192, settings={"chunk": 8192}),
 )
-PARTS = ("everyday", "steps", "peers")
+PARTS = ("everyday", "steps", "peers", "training")
 
 
 def cases(part: str, kind: str, size: int) -> tuple[Case, ...]:
@@ -136,18 +139,21 @@ def cases(part: str, kind: str, size: int) -> tuple[Case, ...]:
         if size > 1:
             return OF_RANKS if kind == "cuda" else OF_CPUS[:1]
         return EVERYDAY if kind == "cuda" else OF_CPUS
+    if part == "training":
+        return TRAINING
     found = BESIDE_PEERS if part == "peers" else STEPS if size == 1 else SCALING
-    return found if kind == "cuda" else tuple(replace(case, dtype="float32") for case in found if not case.graph)
+    return found if kind == "cuda" else tuple(replace(case, dtype="float32") for case in found)
 
 
 def smoke(found: tuple[Case, ...]) -> tuple[Case, ...]:
     """The same cases with a few rows, none twice."""
     small = [replace(case, b=case.b // 1024 + 32, d=24) for case in found]
+    small = [replace(x, settings={"chunk": x.settings["chunk"] // 64}) if "chunk" in x.settings else x for x in small]
     return tuple({case.label: case for case in small}.values())
 
 
-Job = tuple[str, str, int, Loss | None, str]
-"""Name, exchange and number of ranks of one implementation; its loss, or None and the reason."""
+Job = tuple[str, str, int, Callable[[], Call] | None, str]
+"""Name, exchange and number of ranks of one implementation; what makes its call, or None and the reason."""
 
 
 def ours(case: Case, backend: str, **how: Any) -> Loss:
@@ -164,6 +170,11 @@ def jobs(part: str, case: Case, ranks: Ranks, backends: list[str]) -> Iterator[J
     size = ranks.size
     everyday, steps = part == "everyday", part == "steps"
     numbers = list(ranks.groups) if steps else [size]
+    if case.loss == "cached_step":
+        for name in caches.CACHES:
+            where = case.b, case.d, case.settings["chunk"], ranks.device
+            yield name, "local", 1, partial(caches.step, name, *where), ""
+        return
     for name in backends:
         for n in numbers:
             ways = ["local"] if n == 1 else ["auto"] if everyday else ["auto", "ring", "gather"]
@@ -171,16 +182,18 @@ def jobs(part: str, case: Case, ranks: Ranks, backends: list[str]) -> Iterator[J
                 ways.remove("auto")
             for way in ways:
                 how = {} if n == 1 else {"group": ranks.groups[n], "exchange": way}
-                yield name if everyday else f"contrastile {name}", way, n, ours(case, name, **how), ""
+                make = partial(called, case, ours(case, name, **how), ranks, n)
+                yield name if everyday else f"contrastile {name}", way, n, make, ""
     if everyday and size == 1:
         torch._dynamo.reset()
-        yield "plain", "local", 1, PLAINS[case.loss], ""
-        yield "compiled", "local", 1, compiled(PLAINS[case.loss]), ""
+        for name, loss in (("plain", PLAINS[case.loss]), ("compiled", compiled(PLAINS[case.loss]))):
+            yield name, "local", 1, partial(called, case, loss, ranks, 1), ""
     for name, (places, _) in TIMED.items():
-        # a capture that fails in other people's kernels can take the process with it
-        here = part == "peers" and (name == OPEN_CLIP or not case.graph) and (size == 1 or "ranks" in places)
+        here = part == "peers" and (size == 1 or "ranks" in places)
         if here or (everyday and size > 1 and name.startswith(OPEN_CLIP)):
-            yield name, "" if size > 1 else "local", size, *loaded(name, several=size > 1, kind=ranks.kind)
+            loss, reason = loaded(name, several=size > 1, kind=ranks.kind)
+            make = None if loss is None else partial(called, case, loss, ranks, size)
+            yield name, "" if size > 1 else "local", size, make, reason
 
 
 def inputs(case: Case, ranks: Ranks, n: int) -> tuple[list[Any], dict[str, Any]]:
@@ -202,15 +215,16 @@ def inputs(case: Case, ranks: Ranks, n: int) -> tuple[list[Any], dict[str, Any]]
     return [leaf(first), leaf(second), scale], {"ids": labels} if case.loss == "clip_loss ids" else {}
 
 
-def called(case: Case, loss: Loss, given: list[Any], more: dict[str, Any]) -> Call:
+def called(case: Case, loss: Loss, ranks: Ranks, n: int) -> Call:
     """What is timed."""
+    given, more = inputs(case, ranks, n)
     leaves = [x for x in given if x.requires_grad]
 
     def step() -> Any:
         value = loss(*given, **more)
         return value.detach(), torch.autograd.grad(value, leaves)
 
-    return captured(step) if case.graph else step
+    return step
 
 
 class Run:
@@ -218,8 +232,9 @@ class Run:
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.started, self.ranks = given, time.monotonic(), Ranks.join(given.device)
-        slot = given.slot or (0.06 if given.part == ["everyday"] else 0.3)
-        self.slot, self.ceiling = slot, (lambda: math.nan) if given.part == ["everyday"] else ceiling(self.ranks, slot)
+        alone = not {"steps", "peers"} & set(given.part)
+        slot = given.slot or (0.06 if alone else 0.3)
+        self.slot, self.ceiling = slot, (lambda: math.nan) if alone else ceiling(self.ranks, slot)
         environment = facts(self.ranks, given.commit)
         self.data: dict[str, Any] = {"environment": environment, "settings": {"slot": slot}, "verify": [], "times": []}
         if given.out and given.out.exists():
@@ -268,19 +283,19 @@ class Run:
         if self.ranks.kind == "cuda":
             torch.cuda.empty_cache()
         found, calls = list[Row](), dict[str, Call]()
-        for name, exchange, n, loss, reason in jobs(part, case, self.ranks, self.given.backends):
+        for name, exchange, n, make, reason in jobs(part, case, self.ranks, self.given.backends):
             if name in self.given.without:
                 continue
             rows = case.rows(n)
             row: Row = {"part": part, "row": case.label, "name": name, "exchange": exchange, "n": n}
             row |= {"loss": case.loss, "dtype": case.dtype, "rows": rows, "d": case.d, **case.settings}
-            row |= {"scale": case.scale, "what": "both", "graph": case.graph, "each": case.each}
+            row |= {"scale": case.scale, "what": "both", "graph": False, "each": case.each}
             row["b"] = rows if part == "everyday" else rows * n
             found.append(row)
             call = None
             try:
-                call = loss and called(case, loss, *inputs(case, self.ranks, n))
-            except Exception as error:  # a peer that does not take the size
+                call = make and make()
+            except Exception as error:  # a peer that does not take the size, or cannot be imported
                 reason = one_line(error)[:200]
             reason = self.ranks.failed(reason)
             if call is None or reason:
@@ -293,12 +308,11 @@ class Run:
             label = f"{row['name']} {row['exchange']} on {row['n']}"
             row |= samples.get(label, {})
             tops = row.pop("ceiling_tflops", [])
-            if part != "everyday" and tops:
+            if part in ("steps", "peers") and tops:
                 rates = [case.flops(row["n"]) / t * 1e-9 for t in row["milliseconds"]]
                 row |= {"ceiling_tflops": tops, "fraction": [x / top for x, top in zip(rates, tops, strict=True)]}
-                if not case.graph:
-                    peaks = self.ranks.share(peak_extra(calls[label], "torch", self.ranks.kind))
-                    row["peak_bytes"] = int(max(peaks))
+            if part != "everyday" and tops:
+                row["peak_bytes"] = int(max(self.ranks.share(peak_extra(calls[label], "torch", self.ranks.kind))))
         return found
 
     def keep(self, rows: list[Row]) -> None:

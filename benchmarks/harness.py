@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -125,19 +125,6 @@ def elapsed(ranks: Ranks, call: Call, count: int) -> float:
     return float(max(ranks.share(seconds(call, ranks.kind, count))))
 
 
-def captured(call: Call) -> Call:
-    """The call in a CUDA graph, which holds no result: while it lives, no communicator that it uses can end."""
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
 def ceiling(ranks: Ranks, slot: float) -> Callable[[], float]:
     """The yardstick: a square product by the vendor's library on all ranks at once, 8192^3 bfloat16 on a GPU.
 
@@ -204,13 +191,14 @@ def paired(
 
 
 PACKAGES = ("triton", "cupy-cuda13x", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels", "open-clip-torch")
+TRAINERS = ("transformers", "sentence-transformers", "gradcache")
 _FIXED = ("driver_version", "power.limit", "clocks.max.sm", "memory.total")
 
 
-def facts(ranks: Ranks, commit: str | None, packages: Iterable[str] = ()) -> dict[str, Any]:
+def facts(ranks: Ranks, commit: str | None) -> dict[str, Any]:
     """What the numbers were measured on: machine, versions, and the commit (as given where there is no checkout)."""
     found = measurement_environment(ranks.kind)
-    found |= {name: installed_version(name) for name in (*PACKAGES, *packages)}
+    found |= {name: installed_version(name) for name in (*PACKAGES, *TRAINERS)}
     found |= {"commit": commit or found["commit"], "ranks": ranks.size}
     if ranks.kind == "cuda":
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

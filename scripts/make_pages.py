@@ -62,8 +62,7 @@ def gpus(results: Path, *, several: bool) -> str:
 
 
 def training(results: Path) -> str:
-    records = [(path.stem, read(results, path.stem)) for path in sorted(results.glob("training_*.json"))]
-    return "\n\n".join(tables.training_section(*each) for each in records)
+    return "\n\n".join(tables.training_section(*each) for each in timed(results, {"training"}))
 
 
 def cpu(results: Path) -> str:

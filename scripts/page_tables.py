@@ -1,4 +1,4 @@
-"""The tables of the benchmarks' pages, each from the records of ``benchmarks/everyday.py`` and ``training.py``."""
+"""The tables of the benchmarks' pages, each from the records of ``benchmarks/everyday.py``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ Row = dict[str, Any]
 
 OURS = ("contrastile triton", "contrastile cupy")
 PACKAGES = ("torch", "triton", "cupy-cuda13x", "nccl", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels")
+CACHE = "contrastile, cached_step"
 TRAINERS = ("transformers", "sentence-transformers", "gradcache")
 ANCHOR = 65536
 
@@ -253,36 +254,35 @@ def _ratio(words: str, at: dict[str, float]) -> str:
 
 
 def training_section(stem: str, data: Data) -> str:
-    """A record of ``training.py``: the optimizer step of each, the loss alone, and memory over the batch."""
-    e, settings = data["environment"], data["settings"]
-    facts = ", ".join([*versions(e, TRAINERS), measured_at(e)])
-    about = f"{machine(e)}: {facts} [The record](../results/{stem}.json) has more."
+    """The part ``training`` of a record: the optimizer step of each, the loss alone, and memory over the batch."""
+    rows = measured(data, "training", loss="cached_step")
+    pairs, best = max(row["b"] for row in rows), dict[str, Row]()
+    # the largest batch counts, and there the chunk with which it is fastest
+    for row in sorted(rows, key=lambda row: (row["b"], -median(row))):
+        best[row["name"]] = row
     what = (
-        f"One optimizer step of MiniLM (random weights, no dropout) on {settings['batch']:,} "
-        f"pairs of {settings['tokens']} random tokens, encoded under {settings['autocast']} autocast. Each takes the "
-        "chunk with which it is fastest. *Autocast around the call*: the encoder brings none; the call of the loss is "
-        "under it and the backward pass is not, as a trainer has it."
+        f"One optimizer step of MiniLM (random weights, no dropout) on {pairs:,} pairs of 32 random tokens, encoded "
+        "under bfloat16 autocast. Each takes the chunk with which it is fastest. *Autocast around the call*: the "
+        "encoder brings none; the call of the loss is under it and the backward pass is not, as a trainer has it."
     )
-    ours = next((row for row in data["steps"] if row["name"].startswith("contrastile")), {})
-    lines = []
-    for row in sorted(data["steps"], key=lambda row: (row["name"].startswith("autocast"), row.get("s", 0.0))):
-        if row["status"] != "measured":
-            lines.append([row["name"], "-", "-", row["reason"], "-", "-", "-"])
-            continue
-        same = row["b"] == ours.get("b") and "s" in ours
-        ratio = f"{row['s'] / ours['s']:.2f} x" if same and row is not ours else "-"
-        peak = None if row["peak_bytes"] is None else row["peak_bytes"] / GIB
+    ours, lines = best[CACHE], []
+    for name, row in sorted(best.items(), key=lambda each: (each[0].startswith("autocast"), median(each[1]))):
+        s, compared = median(row) / 1e3, row is not ours and row["b"] == ours["b"]
         chunk = f"{row['chunk']:,}" if row["chunk"] < row["b"] else "-"
-        speed = number(row["pairs_per_second"])
-        lines.append([row["name"], f"{row['b']:,}", chunk, number(row["s"]), speed, number(peak), ratio])
+        line = [name, f"{row['b']:,}", chunk, number(s), number(row["b"] / s), number(row["peak_bytes"] / GIB)]
+        lines.append([*line, f"{median(row) / median(ours):.2f} x" if compared else "-"])
+    skipped = {row["name"]: row["reason"] for row in data["times"] if row["part"] == "training" and "reason" in row}
+    lines += [[name, "-", "-", why, "-", "-", "-"] for name, why in skipped.items() if name not in best]
     head = ("gradient cache", "pairs", "chunk", "seconds a step", "pairs a second", "peak GiB", "time / contrastile's")
     alone = [
-        f"`info_nce` alone takes {number(1e3 * row['s'])} ms forward and backward, {percent(row['s'] / ours['s'])} of "
-        "contrastile's step."
-        for row in data["loss"]
-        if ours.get("b") == row["b"] and "s" in ours and "s" in row
+        f"`info_nce` alone takes {number(median(row))} ms forward and backward, "
+        f"{percent(median(row) / median(ours))} of contrastile's step."
+        for row in measured(data, "training", loss="info_nce", name="contrastile auto")
     ]
-    held = [row for row in data["memory"] if row["status"] == "measured" and row["peak_bytes"] is not None]
-    peaks = [[f"{row['b']:,}", number(row["peak_bytes"] / MIB, 4)] for row in sorted(held, key=lambda row: row["b"])]
-    memory = table(("pairs", f"peak MiB in chunks of {held[0]['chunk']:,}"), peaks) if held else ""
-    return "\n\n".join(filter(None, [about, what, table(head, lines), *alone, memory]))
+    least = min(row["chunk"] for row in rows)
+    held = {row["b"]: row["peak_bytes"] for row in rows if (row["name"], row["chunk"]) == (CACHE, least)}
+    peaks = ([f"{b:,}", number(held[b] / MIB, 4)] for b in sorted(held))
+    memory = table(("pairs", f"peak MiB in chunks of {least:,}"), peaks)
+    facts = f"{', '.join(versions(data['environment'], TRAINERS))}, {measured_at(data['environment'])}"
+    about = f"{machine(data['environment'])}: {facts} [The record](../results/{stem}.json) has more."
+    return "\n\n".join([about, what, table(head, lines), *alone, memory])

@@ -50,29 +50,19 @@ def compiling(architecture: int) -> Iterator[list[tuple[str, dict[str, Any], Any
         found.append((self.__name__, kwargs, kernel))
         return kernel
 
-    def forget(function: Any) -> None:
-        # the caches are per device, and every architecture is device 0 here
-        function.device_caches.clear()
-
-    defined = [getattr(x, "function", x) for module in MODULES for x in vars(module).values()]
-    kernels = [x for x in defined if isinstance(x, JITFunction)]
-    active = driver.active if driver._active is not None else None
+    for kernel in (getattr(x, "function", x) for module in MODULES for x in vars(module).values()):
+        if isinstance(kernel, JITFunction):
+            # the caches are per device, and every architecture is device 0 here
+            kernel.device_caches.clear()
     answers = {"device": 0, "stream": 0, "target": GPUTarget("cuda", architecture, 32)}
     gpu = {f"get_current_{name}": lambda *given, answer=answer: answer for name, answer in answers.items()}
     driver.set_active(SimpleNamespace(**gpu))
-    for kernel in kernels:
-        forget(kernel)
-    try:
-        with (
-            mock.patch.object(JITFunction, "run", compile_only),
-            mock.patch.object(launch, "_capability", return_value=architecture),
-            mock.patch.object(launch, "_multiprocessors", return_value=1),
-        ):
-            yield found
-    finally:
-        driver._active = active
-        for kernel in kernels:
-            forget(kernel)
+    with (
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(launch, "_capability", return_value=architecture),
+        mock.patch.object(launch, "_multiprocessors", return_value=1),
+    ):
+        yield found
 
 
 def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:

@@ -177,9 +177,8 @@ def run(job: Job, out: Path, end: float) -> dict[str, Any]:
     row = {"step": job.step, "name": job.name, **job.facts, "status": "fail" if why else "pass", "why": why}
     row |= {"seconds": round(seconds, 1), "said": lines[-1] if lines else "", "found": findings(text)}
     seed = f" seed {row['seed']}" if "seed" in row else ""
-    print(f"{row['status']:4} {seconds:6.1f} s  {job.step} {job.name}{seed}: {why or row['said']}", flush=True)
-    if why:
-        print(*(f"    {line}" for line in lines[-15:]), sep="\n", flush=True)
+    told = [f"{row['status']:4} {seconds:6.1f} s  {job.step} {job.name}{seed}: {why or row['said']}"]
+    print(*told, *(f"    {line}" for line in lines[-15:] if why), sep="\n", flush=True)
     return row
 
 

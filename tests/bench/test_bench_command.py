@@ -153,19 +153,6 @@ def test_what_cannot_be_done_is_refused_at_once(
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--json", "--plot"])
-def test_a_file_that_can_no_longer_be_written_is_said_after_the_table(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found, there = swept(), tmp_path / "there"
-    there.mkdir()
-    monkeypatch.setattr(sweep, "run", lambda chosen, advance: there.rmdir() or found)
-    assert bench(option, str(there / "file")) == 2
-    said = capsys.readouterr()
-    assert "aligned, b = 32" in said.out
-    assert said.err == f"contrastile bench: cannot write {there}/file: No such file or directory\n"
-
-
 @pytest.mark.parametrize("source", ["raise SystemExit(0)", "raise ValueError('two\\nlines')"])
 def test_a_backend_whose_import_raises_is_one_line(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -17,7 +17,6 @@ import torch
 from harness import Ranks, paired
 from peers.timed import PLAINS
 
-ROOT = Path(__file__).resolve().parents[2]
 ALONE = Ranks(torch.device("cpu"), {1: None})
 QUICK = (
     *("--device", "cpu", "--backends", "torch", "--without", "compiled", "--slot", "0.002", "--rounds", "2"),
@@ -36,27 +35,23 @@ backend = replace(right, name="wrong", lse=lse, keeping=None, keeps=None)
 """
 
 
-def launched(ranks: int, folder: Path, *more: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [everyday.__file__, *QUICK, "--out", str(folder / "record.json"), *more]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
-    return done, json.loads((folder / "record.json").read_text(encoding="utf-8"))
-
-
 def measured(found: dict[str, Any]) -> list[dict[str, Any]]:
     assert all(row["reason"] for row in found["times"] if row["status"] == "skip")
     return [row for row in found["times"] if row["status"] == "measured"]
 
 
+def launched(out: Path, *words: str) -> list[dict[str, Any]]:
+    """What a process of its own measures: torch's compiler warns of itself when it is imported."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *words, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return measured(json.loads(out.read_text(encoding="utf-8")))
+
+
 @pytest.mark.slow
 def test_every_loss_is_timed(tmp_path: Path) -> None:
-    out = tmp_path / "new" / "record.json"
-    # torch's compiler warns of itself when it is imported
-    command = [sys.executable, everyday.__file__, *QUICK, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = measured(json.loads(out.read_text(encoding="utf-8")))
+    rows = launched(tmp_path / "new" / "record.json", everyday.__file__, *QUICK)
     assert {(row["loss"], row["name"]) for row in rows} == {
         (loss, name) for loss in PLAINS for name in ("torch", "plain")
     }
@@ -87,9 +82,9 @@ def test_a_record_has_shares_of_the_ceiling_and_grows(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_run_the_same_code(tmp_path: Path) -> None:
-    done, found = launched(2, tmp_path, "--part", "steps", "peers", "--only", "b=64 d=24")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = measured(found)
+    ranks = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    words = *ranks, everyday.__file__, *QUICK, "--part", "steps", "peers", "--only", "b=64 d=24"
+    rows = launched(tmp_path / "record.json", *words)
     scaled = {(row["n"], row["exchange"]) for row in rows if row["part"] == "steps"}
     assert scaled == {(1, "local"), (2, "ring"), (2, "gather"), (2, "auto")}
     assert {row["name"] for row in rows if row["part"] == "peers"} == {"contrastile torch", "open_clip formula"}

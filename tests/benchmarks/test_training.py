@@ -1,44 +1,43 @@
-"""A training step beside other gradient caches: a small run measures everybody, and goes on after a failure."""
+"""A training step beside other gradient caches: all see the same loss, and the pages show what was measured."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import everyday
 import page_tables as tables
 import pytest
 import torch
+from peers import caches
 
-# tests/training is a folder of the same name
-training: Any = importlib.import_module("training")
-OURS, PLAIN = training.OURS, training.PLAIN
+OURS, PLAIN = "contrastile, cached_step", "PyTorch, no cache"
 
 
-def broken(*_: Any) -> Any:
+def broken(encoder: Any) -> Any:
     raise RuntimeError("out of\nwhatever")
 
 
-def test_a_smoke_run_measures_everything_and_goes_on_after_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "new" / "training.json"
-    made = {"GradCache": broken, "fails": lambda encoder: broken, OURS: training.ours}
-    monkeypatch.setattr(training, "CACHES", made)
-    monkeypatch.setattr(sys, "argv", f"training.py --device cpu --smoke --commit c --out {out}".split())
-    assert training.main() == 0
+def test_every_cache_is_timed_and_a_failure_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {OURS: caches.ours, "GradCache": broken, PLAIN: caches.plain}
+    monkeypatch.setattr(caches, "CACHES", made)
+    out = tmp_path / "training.json"
+    words = ["--device", "cpu", "--smoke", "--part", "training", "--only", "cached_step", "--backends", "torch"]
+    words += ["--slot", "0.002", "--rounds", "2", "--commit", "c", "--out", str(out)]
+    assert everyday.main(words) == 0
     record = json.loads(out.read_text(encoding="utf-8"))
-    steps = {row["name"]: row for row in record["steps"]}
-    for name in ("GradCache", "fails"):
-        assert (steps[name]["status"], steps[name]["reason"]) == ("skip", "RuntimeError: out of whatever")
-    assert (steps[OURS]["b"], len(steps[OURS]["samples"])) == (64, 2)
-    assert steps[OURS]["pairs_per_second"] > 0
-    # the weights stay as they are: all see the same embeddings, in bfloat16
-    eps = torch.finfo(torch.bfloat16).eps
-    assert steps[PLAIN]["loss"] == pytest.approx(steps[OURS]["loss"], abs=2 * eps * training.SCALE)
-    assert [row["b"] for row in record["memory"]] == [64, 16]
+    rows = tables.measured(record, "training", name=OURS)
+    assert {(row["b"], row["chunk"]) for row in rows} >= {(96, 128), (96, 16), (33, 16), (40, 128)}
+    assert all(len(row["milliseconds"]) == 2 and row["peak_bytes"] > 0 for row in rows)
     text = tables.training_section("training", record)
-    assert "| fails | - | - | RuntimeError: out of whatever | - | - | - |" in text
-    assert f"| {PLAIN} | 64 | - | " in text
+    assert "| GradCache | - | - | RuntimeError: out of whatever | - | - | - |" in text
+    assert f"| {PLAIN} | 96 | " in text
+
+
+def test_all_see_the_same_loss() -> None:
+    ours, plain = (caches.step(name, 64, 24, 16, torch.device("cpu")) for name in (OURS, PLAIN))
+    # the weights stay as they are, in bfloat16
+    eps = torch.finfo(torch.bfloat16).eps
+    assert ours().item() == pytest.approx(plain().item(), abs=2 * eps * caches.SCALE)
+    assert ours().item() == pytest.approx(plain().item(), abs=2 * eps * caches.SCALE)
