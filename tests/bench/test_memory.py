@@ -26,7 +26,7 @@ def test_what_lives_together_adds_up_and_what_was_live_before_neither_counts_nor
         del later
         return results
 
-    assert memory.torch_peak(call) == 3 * MIB + 25
+    assert memory.peak_extra(call, "torch", "cpu") == 3 * MIB + 25
 
 
 @pytest.mark.parametrize("rows", [257, 1000])
@@ -53,9 +53,9 @@ def test_allocations_inside_the_engine_during_backward_are_counted(rows: int) ->
         return torch.autograd.grad(Doubled.apply(leaf), leaf, seed)
 
     # the output saved for backward, and the gradient
-    assert memory.torch_peak(engine) == 2 * size
+    assert memory.peak_extra(engine, "torch", "cpu") == 2 * size
     # the output, and the three arrays of the backward
-    assert memory.torch_peak(function) == 4 * size
+    assert memory.peak_extra(function, "torch", "cpu") == 4 * size
 
 
 def test_numpy_buffers_are_counted_and_little_else() -> None:
@@ -78,7 +78,7 @@ def in_a_child(implementation: str) -> int:
 
 def test_a_process_of_its_own_counts_the_same_bytes() -> None:
     step = plain().step(arguments(features(Workload("ids", 129, 8)), "torch", "float32", "cpu", 100.0))
-    assert in_a_child("plain") == memory.torch_peak(step)
+    assert in_a_child("plain") == memory.peak_extra(step, "torch", "cpu")
 
 
 def test_a_process_that_fails_says_why() -> None:

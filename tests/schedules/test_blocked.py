@@ -15,7 +15,7 @@ import contrastile
 from contrastile import compute, evaluation
 from contrastile.backends.contract import Options
 from contrastile.backends.registry import load
-from contrastile.bench.memory import torch_peak
+from contrastile.bench.memory import peak_extra
 from contrastile.problems import BUILDERS
 from contrastile.schedules import local
 from contrastile.schedules.problem import Blocking, Problem
@@ -157,7 +157,7 @@ def test_device_memory_grows_by_numbers_alone() -> None:
 
     def device_bytes(b: int) -> int:
         problem = in_blocks(made(contrastile.clip_loss, b, dtype, width), block)
-        return torch_peak(lambda: evaluated(problem)) - home_bytes(b, width, dtype.itemsize)
+        return peak_extra(lambda: evaluated(problem), "torch", "cpu") - home_bytes(b, width, dtype.itemsize)
 
     one, two = map(device_bytes, (128, 256))
     # numbers of each row and column, and no feature: a row of features alone would be 256 bytes
