@@ -76,11 +76,10 @@ def test_what_a_backend_does_not_take_is_skipped_with_the_reason():
 )
 def test_auto_is_the_gpu_for_what_runs_on_one(device, gpu, places):
     both = replace(NUMPY, devices=frozenset({"cpu", "cuda"}))
-    selection = Selection({"both": both, "host": NUMPY}, device=device, gpu=gpu)
-    assert [subject.device for subject in selection.subjects("float32")] == places
+    checks = [*Selection({"both": both, "host": NUMPY}, ["smoke"], ["value"], ["float32"], device=device, gpu=gpu)]
+    assert [check.device for check in checks] == places
     # a rerun on the same machine must land on the same device
-    command = selection.command(selection.subjects("float32")[0], PROPERTIES["value"], "smoke")
-    assert ("--device" in command) == (device != "auto")
+    assert [("--device" in check.command("smoke")) == (device != "auto") for check in checks] == [True, True]
 
 
 def run_one(backend, case, prop, **more):
@@ -159,9 +158,7 @@ def test_facts_looser_than_a_plain_computation_s_are_refused(loose):
     assert "must be at most" in row["reason"]
 
 
-@pytest.mark.parametrize(
-    ("precisions", "keeps"), [(("ieee", "split"), True), (("ieee", "split"), False), (("ieee",), False)]
-)
+@pytest.mark.parametrize(("precisions", "keeps"), [("ieee split", True), ("ieee split", False), ("ieee", False)])
 def test_precision_workspace_and_what_may_be_kept_reach_the_backend_and_the_command(precisions, keeps):
     asked, told, precisions = [], [], precisions.split()
 
@@ -183,10 +180,10 @@ def test_precision_workspace_and_what_may_be_kept_reach_the_backend_and_the_comm
     assert asked == given
     # who has no use for them is not asked to take them
     assert told == [(each,) if keeps or len(precisions) > 1 else () for each in given]
-    for label, subject in zip(labels, [*selection.subjects("float32"), *selection.subjects("float16")], strict=True):
-        command = selection.command(subject, PROPERTIES["value"], "hot")
-        named = f" --precision {subject.precision}" * (len(precisions) > 1 and label != "float16")
-        assert f"--dtype {subject.dtype}{named} --workspace 3 --keep 0 --property value --case hot" in command
+    for label, check in zip(labels, selection, strict=True):
+        dtype, _, precision = label.partition("/")
+        named = f" --precision {precision or 'ieee'}" * (len(precisions) > 1 and label != "float16")
+        assert f"--dtype {dtype}{named} --workspace 3 --keep 0 --property value" in check.command("hot")
     (row,) = Run(Selection({"plain": NUMPY}, ["one-row"], ["value"], ["float32"], precisions=["tf32"])).rows()
     assert (row["status"], row["reason"]) == ("skip", "computes float32 in ieee only")
 
