@@ -69,7 +69,7 @@ HOMES = {
     "hypothesis": ("verify",),
     "pytest": ("verify",),
     "rich": ("reporting",),
-    "matplotlib": ("bench",),
+    "matplotlib": ("bench", "verify"),
     "sentence_transformers": ("integrations.sentence_transformers",),
     "transformers": ("integrations.transformers",),
 }

@@ -128,15 +128,14 @@ def threads(options: argparse.Namespace) -> Threads | None:
         return world
 
 
-_RECIPES: dict[str, Callable[[str], object]] = {
-    strategies.CASE: strategies.Recipe.parse,
-    sharded.CASE: sharded.ShardedRecipe.parse,
+_PARTS: dict[str, Callable[[str], object]] = {
+    **dict.fromkeys((strategies.CASE, sharded.CASE), strategies.numbered),
     **dict.fromkeys((public.CASE, public.RANKS_CASE, "ranks"), str),
 }
 
 
 def _known(what: str, given: list[str] | None, names: list[str]) -> list[str] | None:
-    """The given names, checked. A case "drawn:..." is a recipe; "wordnet" selects every "wordnet@...".
+    """The given names, checked. A case "drawn:17" is one problem; "wordnet" selects every "wordnet@...".
 
     What "public-losses:", "front-door:" and "ranks:" are followed by selects the labels that begin with it.
     """
@@ -145,9 +144,9 @@ def _known(what: str, given: list[str] | None, names: list[str]) -> list[str] | 
     chosen: list[str] = []
     for name in given:
         family = name.partition(":")[0]
-        if what == "case" and ":" in name and family in _RECIPES:
+        if what == "case" and ":" in name and family in _PARTS:
             try:
-                _RECIPES[family](name)
+                _PARTS[family](name)
             except ValueError as error:
                 raise CannotRunError(str(error)) from error
             chosen.append(name)

@@ -157,9 +157,9 @@ def _shared(objective: str, rows: Sequence[int], subject: Subject) -> Iterator[S
     (interface, *_) = OF_ARRAYS
     loss = of_interface(interface, objective, subject, subject.backend.arrays.name, "")
     names = {
-        "clip_loss": (CALLS, "ids@far", "several", "smoothing", "margin"),
+        "clip_loss": (CALLS, "ids@far", "several", "smoothing", "margin", "threshold"),
         "sigmoid_loss": (CALLS, "ids@far", "bias", "several"),
-        "info_nce": (CALLS, "negatives", "positives", "ids", "queue", "own-ids", "smoothing"),
+        "info_nce": (CALLS, "negatives", "positives", "ids", "queue", "own-ids", "smoothing", "threshold"),
         "nt_xent": (CALLS, "margin"),
         "sup_con": ("labels", "inside@labels"),
     }

@@ -40,7 +40,7 @@ class Selection:
 
     Attributes:
         backends: by name.
-        cases: names, also "drawn" and "drawn:..."; None for all.
+        cases: names, also "drawn" and "drawn:17"; None for all.
         properties: names; None for all.
         dtypes: of the features; those that a backend does not take are skipped.
         device: kind of device; "auto" is a GPU for the backends that run on one, if there is a GPU, else the host.

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from contrastile.backends.contract import Accuracy, Backend, Options
+from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify import facts
 from contrastile.verify.bounds import bounds
@@ -119,14 +120,16 @@ class Subject:
         problem: Problem,
         backend: Backend | None = None,
         options: Options | None = None,
-        upstream: float = 1.0,
+        upstream: float | FloatArray = 1.0,
         want: Want = "every",
     ) -> Outcome:
         """``execution.outcome`` of this subject with its options, or of another backend that wraps it."""
         how = replace(options or Options(), **self.settings)
         return outcome(problem, backend or self.backend, self.dtype, self.device, how, upstream, want)
 
-    def bounds(self, problem: Problem, oracle: Truth, upstream: float = 1.0, options: Options | None = None) -> Outcome:
+    def bounds(
+        self, problem: Problem, oracle: Truth, upstream: float | FloatArray = 1.0, options: Options | None = None
+    ) -> Outcome:
         """The bounds of a problem, computed with these options."""
         return bounds(problem, oracle, self.accuracy, self.dtype, upstream, options)
 
@@ -136,7 +139,7 @@ class Subject:
         *,
         backend: Backend | None = None,
         options: Options | None = None,
-        upstream: float = 1.0,
+        upstream: float | FloatArray = 1.0,
     ) -> Worst:
         """Compare the outcome of a problem with its truth and bounds."""
         oracle = truth(problem, upstream)

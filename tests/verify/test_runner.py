@@ -1,4 +1,4 @@
-"""The runner: which rows there are, what a row holds, and problems drawn by hypothesis."""
+"""The runner: which rows there are, what a row holds, and problems that are drawn."""
 
 from dataclasses import replace
 

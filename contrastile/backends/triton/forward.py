@@ -29,6 +29,7 @@ from contrastile.backends.triton.tiles import (
     REFERENCE,
     TARGET,
     THRESHOLD,
+    beyond,
     dots,
     pairs,
     place,
@@ -49,7 +50,7 @@ def quantities(safe: bool, matched: bool) -> int:
 @triton.jit(do_not_specialize=_PLAIN)
 def lse_tiles(
     rows, columns, plan, status, diagonals, row_parts, column_parts, positives, excluded, row_ids, column_ids,
-    m, n, row0, column0, height, width, depth,
+    row_limits, column_limits, m, n, row0, column0, height, width, depth,
     SAFE: tl.constexpr, COLUMNS: tl.constexpr, POSITIVES: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr,
     RAGGED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, DIVIDED: tl.constexpr,
@@ -111,8 +112,11 @@ def lse_tiles(
                 _leave_nothing(row_to, row_size, i < height)
                 if COLUMNS:
                     _leave_nothing(column_to, column_size, j < width)
-        _leave(x, row_parts + row_at, row_size, i < height, SAFE, 1)
+        of_rows = tl.where(beyond(acc, alpha, row_limits, row0 + i, m, 1), EMPTY, x) if row_limits is not None else x
+        _leave(of_rows, row_parts + row_at, row_size, i < height, SAFE, 1)
         if COLUMNS:
+            if column_limits is not None:
+                x = tl.where(beyond(acc, alpha, column_limits, column0 + j, n, 0), EMPTY, x)
             _leave(x, column_parts + column_at, column_size, j < width, SAFE, 0)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from contrastile.backends.triton.logits import rounded
 from contrastile.backends.triton.parts import COLUMN_PARTS, ROW_PARTS, TERMS
 
 # slots of a plan, float32 numbers that one kernel decides on the device and later ones obey
@@ -100,6 +101,16 @@ def touched(i, j, start, m, n, masks, POSITIVES: tl.constexpr, EXCLUDED: tl.cons
     if EXCLUDED:
         found = found | (tl.max(within(excluded, i, i < m, start, j.shape[0], tl.int32), 0) >= 0)
     return found
+
+
+@triton.jit
+def beyond(acc, alpha, limits, i, length, AXIS: tl.constexpr):
+    """Which dots have a logit beyond the limits at i, of ``length`` in all; AXIS is the one along which they repeat.
+
+    Not NaN, which must stay.
+    """
+    most = tl.load(limits + i, mask=i < length, other=float("inf"))
+    return rounded(acc, alpha) > tl.expand_dims(most, AXIS)
 
 
 @triton.jit
