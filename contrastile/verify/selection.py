@@ -72,21 +72,11 @@ class Selection:
         for name, backend in self.backends.items():
             available = [x for x in PRECISIONS if x in backend.precisions]
             precisions = (available if self.precisions is None else self.precisions) if dtype == "float32" else ["ieee"]
-            how = self.place(backend), self.seed, self.examples
+            auto = "cuda" if self.gpu and "cuda" in backend.devices else "cpu"
+            how = auto if self.device == "auto" else self.device, self.seed, self.examples
             sizes = self.workspace, self.keep
             found += [Subject(name, backend, dtype, *how, precision, *sizes, self.world) for precision in precisions]
         return found
-
-    def place(self, backend: Backend) -> str:
-        """The kind of device on which a backend runs."""
-        if self.device != "auto":
-            return self.device
-        return "cuda" if self.gpu and "cuda" in backend.devices else "cpu"
-
-    def chosen(self) -> list[Property]:
-        """The selected properties, in the registry's order."""
-        known = PROPERTIES if self.world is None else DISTRIBUTED
-        return [each for name, each in known.items() if self.properties is None or name in self.properties]
 
     def case_names(self) -> list[str]:
         return [name for name in cases.names() if self.cases is None or name in self.cases]
@@ -100,7 +90,9 @@ class Selection:
 
     def __iter__(self) -> Iterator[Check]:
         """All checks, in a fixed order; of cases, truths and trials the latest alone is held."""
-        every_case, own_case = [p for p in self.chosen() if p.case is None], [p for p in self.chosen() if p.case]
+        known = PROPERTIES if self.world is None else DISTRIBUTED
+        chosen = [each for name, each in known.items() if self.properties is None or name in self.properties]
+        every_case, own_case = [p for p in chosen if p.case is None], [p for p in chosen if p.case]
         if not (every_case and self.case_names()) and not any(map(self.own_cases, own_case)):
             return
         case = lru_cache(maxsize=1)(cases.build)
