@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import re
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -54,10 +55,12 @@ def page(
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
         report.show(rows, failures, quiet=False, seconds=seconds, left_out=left_out)
+    # FORCE_COLOR colours a table wherever it goes
+    text = re.sub(r"\x1b\[[\d;]*m", "", shown.getvalue())
     word = report.verdict(rows)
     body = [
         f'<h1 class="{word}">contrastile verify: {word.upper()}</h1>\n',
-        f"<pre>$ {escape(shlex.join(command))}\n\n{escape(shown.getvalue())}</pre>\n",
+        f"<pre>$ {escape(shlex.join(command))}\n\n{escape(text)}</pre>\n",
         _section("Error over bound", _heat(rows)),
         _section("Error against d, b and scale", _plots(rows)),
         _section("Environment", f"<pre>{escape(json.dumps(environment(), indent=1))}</pre>"),
