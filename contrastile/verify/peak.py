@@ -75,8 +75,9 @@ def peak_memory(subject: Subject, case: str) -> Comparisons:
         step(size.batch // 4)()
         half, one, two = (peak_bytes(library, subject.device, step(size.batch // k)) for k in (4, 2, 1))
         again = partial(repeated, step(size.batch // 4), _STEPS)
-        # on a GPU calls that repeat are captured, once
-        again()
+        if subject.device == "cuda":
+            # calls that repeat are captured, once
+            again()
         several, few = peak_bytes(library, subject.device, again), half + _SLACK[subject.device]
         yield f"{kind}, {_STEPS} steps", Worst(several / few, "bytes", (), several, few)
         allowed = linear_limit(half, one, 2, subject.device)
@@ -177,13 +178,13 @@ def _torch(found: list[int]) -> Iterator[None]:
         profile: Any = profiler.profile(profile_memory=True)
         with profile:
             yield
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
     live = 0
-    for event in sorted(profile.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            # the profiler knows blocks by their address alone: the release of a block that was there before is given
-            # the size of a later one at its address
-            live = max(0, live + event.nbytes())
-            found[0] = max(found[0], live)
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        # the profiler knows blocks by their address alone: the release of a block that was there before is given the
+        # size of a later one at its address
+        live = max(0, live + event.nbytes())
+        found[0] = max(found[0], live)
 
 
 @contextmanager
