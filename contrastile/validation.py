@@ -343,7 +343,7 @@ def options(tile: Any, precision: Any = "auto", workspace: Any = None, keep: Any
         raise ValueError(
             f"precision must be one of auto, {', '.join(PRECISIONS)}, got {precision!r}; leave it out for float32's own"
         )
-    return Options(_tile(tile), precision, _mebibytes("workspace", workspace), _mebibytes("keep", keep))
+    return Options(_tile(tile), precision, _whole("workspace", workspace), _whole("keep", keep))
 
 
 def blocks(device: Any, block: Any, group: Any) -> tuple[Any, int | None] | None:
@@ -355,16 +355,13 @@ def blocks(device: Any, block: Any, group: Any) -> tuple[Any, int | None] | None
     """
     if device is None and block is None:
         return None
-    if block is not None and (not isinstance(block, Integral) or isinstance(block, bool)):
-        raise TypeError(f"block must be an integer, got {block!r}; pass e.g. block=65536, or None")
-    if block is not None and block < 1:
-        raise ValueError(f"block must be at least 1, got {block!r}; pass e.g. block=65536, or None")
+    block = _whole("block", block, 1, "", 65536)
     if group is not None:
         raise ValueError(
             f"device and block must be left out with a group, got device={device!r} and block={block!r}; each rank "
             "computes where its features are"
         )
-    return None if device is None else _device(device), None if block is None else int(block)
+    return None if device is None else _device(device), block
 
 
 def blocking(
@@ -408,13 +405,13 @@ def _device(given: Any) -> Any:
     return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
-def _mebibytes(name: str, x: Any) -> int | None:
+def _whole(name: str, x: Any, least: int = 0, of: str = " of MiB", example: int = 2048) -> int | None:
     if x is None:
         return None
     if not isinstance(x, Integral) or isinstance(x, bool):
-        raise TypeError(f"{name} must be a whole number of MiB, got {x!r}; pass e.g. {name}=2048, or None")
-    if x < 0:
-        raise ValueError(f"{name} must be 0 MiB or more, got {x!r}; pass e.g. {name}=2048, or None")
+        raise TypeError(f"{name} must be a whole number{of}, got {x!r}; pass e.g. {name}={example}, or None")
+    if x < least:
+        raise ValueError(f"{name} must be at least {least}, got {x!r}; pass e.g. {name}={example}, or None")
     return int(x)
 
 

@@ -29,6 +29,7 @@ from contrastile.backends.triton.tiles import (
     TAKEN,
     TARGET,
     WEIGHT,
+    any_beyond,
     beyond,
     dots,
     pairs,
@@ -78,22 +79,16 @@ def _epilogue(
     IDS: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """G of a tile's part from its dots, stored at (row, column) of the chunk."""
-    alpha, reference, fast, certain = path
+    alpha, _reference, _fast, certain = path
     row_vectors, column_vectors, row_limits, column_limits = vectors
     m, n, row0, column0 = chunk
     i, j = row0 + row + tl.arange(0, acc.shape[0]), column0 + column + tl.arange(0, acc.shape[1])
-    if row_limits is not None or column_limits is not None:
+    if row_limits is None and column_limits is None:
+        value = _admitted(acc, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
+    elif any_beyond(acc, alpha, row_limits, column_limits, i, j, m, n):
         value = _limited(acc, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
-    elif fast:
-        factor = _vector(row_vectors, FOLDED, i, m, RAGGED)[:, None]
-        if TWO_SIDED:
-            factor = factor + _vector(column_vectors, FOLDED, j, n, RAGGED)[None, :]
-        value = tl.math.exp2(acc * alpha - reference) * factor
     else:
-        x = rounded(acc, alpha)
-        value = _direction(x, row_vectors, i, m, RAGGED, 1)
-        if TWO_SIDED:
-            value += _direction(x, column_vectors, j, n, RAGGED, 0)
+        value = _admitted(acc, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
     if EXCLUDED or IDS != NO_IDS:  # noqa: SIM102 (decided as it is compiled)
         if touched(i, j, column0 + column, m, n, masks, False, EXCLUDED, IDS):
             positive, admitted = pairs(i, j, m, n, masks, False, EXCLUDED, IDS)
@@ -113,6 +108,24 @@ def _epilogue(
                     else:
                         value -= tl.where(positive, t[:, None], 0.0)
     store_parts(to, row, column, value)
+
+
+@triton.jit
+def _admitted(acc, path, vectors, i, j, m, n, TWO_SIDED: tl.constexpr, RAGGED: tl.constexpr):
+    """G from the dots of negatives that count in both directions."""
+    alpha, reference, fast, _certain = path
+    row_vectors, column_vectors, _row_limits, _column_limits = vectors
+    if fast:
+        factor = _vector(row_vectors, FOLDED, i, m, RAGGED)[:, None]
+        if TWO_SIDED:
+            factor = factor + _vector(column_vectors, FOLDED, j, n, RAGGED)[None, :]
+        value = tl.math.exp2(acc * alpha - reference) * factor
+    else:
+        x = rounded(acc, alpha)
+        value = _direction(x, row_vectors, i, m, RAGGED, 1)
+        if TWO_SIDED:
+            value += _direction(x, column_vectors, j, n, RAGGED, 0)
+    return value
 
 
 @triton.jit

@@ -114,6 +114,17 @@ def beyond(acc, alpha, limits, i, length, AXIS: tl.constexpr):
 
 
 @triton.jit
+def any_beyond(acc, alpha, row_limits, column_limits, i, j, m, n):
+    """Whether the largest logit of a tile is beyond the least limit of its rows i and columns j: in few tiles."""
+    least = tl.full((), float("inf"), tl.float32)
+    if row_limits is not None:
+        least = tl.min(tl.load(row_limits + i, mask=i < m, other=float("inf")), 0)
+    if column_limits is not None:
+        least = tl.minimum(least, tl.min(tl.load(column_limits + j, mask=j < n, other=float("inf")), 0))
+    return tl.max(tl.max(rounded(acc, alpha), 1), 0) > least
+
+
+@triton.jit
 def pairs(i, j, m, n, masks, POSITIVES: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr):
     """Which pairs of rows i (BM,) and columns j (BN,) are positive and which are admitted, (BM, BN) booleans each.
 

@@ -198,17 +198,17 @@ def _optional(
 def _thresholded(
     *makes: Callable[[Draw, Arguments], Arguments], relative: bool = False
 ) -> Callable[[Draw, Arguments], Arguments]:
-    """A threshold beyond which a few negatives lie, far from each: what is left out depends on no rounding."""
+    """A threshold beyond which some negatives lie, far from each: what is left out depends on no rounding."""
 
     def make(draw: Draw, given: Arguments) -> Arguments:
-        given = _optional(*makes)(draw, given)
+        given = _optional(*makes, weighted=relative)(draw, given)
         query, key = given.features
         x = query @ np.concatenate([key, *given.negatives]).T
         own = x.diagonal()
         beyond = x / own[:, None] - 1 if relative else x - own[:, None]
         of_columns = x[:, : len(key)] / own - 1 if relative else x[:, : len(key)] - own
         excess = np.concatenate([each[~np.eye(*each.shape, dtype=np.bool_)] for each in (beyond, of_columns)])
-        high = np.sort(excess)[-12:]
+        high = np.sort(excess)[-90:-30]
         at = int(np.diff(high).argmax())
         options = {"threshold": float(high[at : at + 2].mean()), "threshold_is": "relative" if relative else "absolute"}
         return replace(given, options=options)
@@ -265,10 +265,15 @@ _OPTIONS = (
         "a margin with the sum inside",
         *(20.0, _ROWWISE, _optional(_few, **_SHARED, **_INSIDE, margin=0.35)),
     ),
-    _option("threshold", "negatives far above the positive are left out", 20.0, _ROWWISE, _thresholded()),
-    _option("threshold@relative", "by a share of the positive", HIGH, _ROWWISE, _thresholded(relative=True)),
-    _option("threshold@ids", "beside false negatives", 20.0, ("clip_loss",), _thresholded(_few)),
-    _option("threshold@queue", "of a queue, too", 20.0, _ONE, _thresholded(_queue)),
+    *(
+        replace(_option("threshold" + name, about, 20.0, of, make), draw=_unpaired)
+        for name, about, of, make in (
+            ("", "negatives far above the positive are left out", _ROWWISE, _thresholded()),
+            ("@ids", "beside false negatives", ("clip_loss",), _thresholded(_few)),
+            ("@queue", "of a queue, too", _ONE, _thresholded(_queue)),
+        )
+    ),
+    _option("threshold@relative", "by a share of the positive", 20.0, _ROWWISE, _thresholded(relative=True)),
 )
 OPTIONS = tuple(each.name for each in _OPTIONS)
 """The cases of options that contrastile's own functions have."""
