@@ -120,6 +120,6 @@ def _plots(rows: Sequence[Row]) -> str:
         "In 16 bits the result's own rounding is the floor of the error.</p>"
     ]
     for (backend, device), group in report.grouped(measured, lambda row: (row["backend"], row["device"])).items():
-        drawn = plots.figure([(row["dtype"], row["points"]) for row in group], list(growth.AXES))
+        drawn = plots.figure([(row["dtype"], row.get("points", [])) for row in group], list(growth.AXES))
         parts.append(f"<h3>{escape(backend)} on {escape(device)}</h3>{drawn}")
     return "".join(parts)
