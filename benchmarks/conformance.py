@@ -134,7 +134,7 @@ def memory_growth(loss: Loss, dtype: str, device: str) -> Cell:
 
     def step(b: int) -> float:
         call = prepare(loss, sized(claims, b, width, dtype).arguments, dtype, device)
-        return peak.peak_bytes(loss.arrays, device, lambda: call.finish(call()))
+        return peak.peak_bytes(loss.arrays.name, device, lambda: call.finish(call()))
 
     # a first call fills caches
     step(one)

@@ -17,7 +17,7 @@ from contrastile.backends import registry
 from contrastile.backends.contract import Backend, Options
 from contrastile.backends.cupy import configs
 from contrastile.backends.registry import load
-from contrastile.bench.memory import peak_extra, torch_peak
+from contrastile.bench.memory import peak_extra
 from contrastile.capacity import Setup, loss_items, offloaded_items, total
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 
@@ -49,7 +49,7 @@ def test_the_loss_on_a_cpu(b: int, d: int, dtype: str) -> None:
     pair = features(b, d, getattr(torch, dtype))
     step(pair)
     setup = Setup(batch=b, dim=d, dtype=dtype, device="cpu")
-    assert close(total(loss_items(setup, load("torch"), "local")), torch_peak(lambda: step(pair)))
+    assert close(total(loss_items(setup, load("torch"), "local")), peak_extra(lambda: step(pair), "torch", "cpu"))
 
 
 def test_the_whole_loss_on_every_rank() -> None:
@@ -61,7 +61,7 @@ def test_the_whole_loss_on_every_rank() -> None:
         pair = features(counts[comm.rank], d, torch.float32)
         how: dict[str, Any] = {"group": comm, "exchange": "replicate", "backend": "torch"}
         _, (gradient, *_) = step(pair, **how)
-        peak = torch_peak(lambda: step(pair, **how)) if comm.rank == 0 else len(step(pair, **how))
+        peak = peak_extra(lambda: step(pair, **how), "torch", "cpu") if comm.rank == 0 else len(step(pair, **how))
         return peak, gradient.untyped_storage().nbytes()
 
     ((peak, held), _) = InProcessGroup[tuple[int, int]](len(counts)).run(program)
@@ -79,7 +79,7 @@ def test_features_on_the_host() -> None:
     home = 2 * b * d * 2 + b * d * 4
     setup = Setup(batch=b, dim=d, dtype="bfloat16", device="cpu")
     said = total(offloaded_items(setup, load("torch"), block))
-    assert close(said + home, torch_peak(lambda: step(pair, block=block)))
+    assert close(said + home, peak_extra(lambda: step(pair, block=block), "torch", "cpu"))
 
 
 def test_a_cached_step() -> None:
@@ -91,7 +91,7 @@ def test_a_cached_step() -> None:
         p.grad = torch.zeros_like(p)
 
     def alone(rows: int) -> int:
-        return torch_peak(lambda: net(inputs[0][:rows]).sum().backward())
+        return peak_extra(lambda: net(inputs[0][:rows]).sum().backward(), "torch", "cpu")
 
     sample = (alone(2 * chunk) - alone(chunk)) / chunk
     # embeddings and gradients, and the activations of somewhat more than a chunk
@@ -104,7 +104,7 @@ def test_a_cached_step() -> None:
         return training.cached_step((net, net), tuple(inputs), contrastile.clip_loss, scale=1.0, chunk=chunk)
 
     measured()
-    assert close(cached.bytes, torch_peak(measured))
+    assert close(cached.bytes, peak_extra(measured, "torch", "cpu"))
 
 
 def backend_of(name: str) -> Backend:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import importlib.util
 import os
-import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from contrastile.comm.communicator import Communicator, ExchangeError
 from contrastile.comm.connect import connect
 from contrastile.comm.watchdog import deadline_or
 from contrastile.environment import finds_a_gpu
-from contrastile.verify.worlds import LARGEST, Threads, World, WorldError
+from contrastile.verify.worlds import LARGEST, Threads, World, WorldError, portable
 
 T = TypeVar("T")
 
@@ -58,7 +57,7 @@ class Launched(World):
             try:
                 mine = program(self._communicator), None
             except Exception as error:
-                mine = None, _portable(error)
+                mine = None, portable(error)
             found = self.everybody(mine)
         errors = [error for _, error in found if error is not None]
         if errors:
@@ -69,7 +68,7 @@ class Launched(World):
 
     def share(self, x: T) -> T:
         with self._watched():
-            found: T = self.everybody(_portable_in(x) if self.leads else None)[0]
+            found: T = self.everybody(x if self.leads else None)[0]
             return found
 
     @contextmanager
@@ -80,22 +79,6 @@ class Launched(World):
             yield
         finally:
             faulthandler.cancel_dump_traceback_later()
-
-
-def _portable(error: Exception) -> Exception:
-    """The error, or one with the same message that can be pickled."""
-    try:
-        back = pickle.loads(pickle.dumps(error))
-    except Exception:
-        back = None
-    return error if type(back) is type(error) else RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def _portable_in(x: Any) -> Any:
-    """The object, and in a tuple each exception in a form that can be pickled."""
-    if isinstance(x, tuple):
-        return tuple(_portable(each) if isinstance(each, Exception) else each for each in x)
-    return x
 
 
 @contextmanager

@@ -238,5 +238,4 @@ def selected(
 
 def whole(name: str, compare: Callable[[], Comparisons], ranks: int = 1) -> Check:
     """A check of all of a backend."""
-    rerun = f"contrastile verify --backend {name}"
-    return Check(name, "all", "all", "all", compare, lambda case: rerun, device="all", world=ranks)
+    return Check(name, "all", "all", "all", compare, {"backend": name}, device="all", world=ranks)

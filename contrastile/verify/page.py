@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import re
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -54,10 +55,12 @@ def page(
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
         report.show(rows, failures, quiet=False, seconds=seconds, left_out=left_out)
+    # FORCE_COLOR colours a table wherever it goes
+    text = re.sub(r"\x1b\[[\d;]*m", "", shown.getvalue())
     word = report.verdict(rows)
     body = [
         f'<h1 class="{word}">contrastile verify: {word.upper()}</h1>\n',
-        f"<pre>$ {escape(shlex.join(command))}\n\n{escape(shown.getvalue())}</pre>\n",
+        f"<pre>$ {escape(shlex.join(command))}\n\n{escape(text)}</pre>\n",
         _section("Error over bound", _heat(rows)),
         _section("Error against d, b and scale", _plots(rows)),
         _section("Environment", f"<pre>{escape(json.dumps(environment(), indent=1))}</pre>"),
@@ -117,6 +120,6 @@ def _plots(rows: Sequence[Row]) -> str:
         "In 16 bits the result's own rounding is the floor of the error.</p>"
     ]
     for (backend, device), group in report.grouped(measured, lambda row: (row["backend"], row["device"])).items():
-        drawn = plots.figure([(row["dtype"], row["points"]) for row in group], list(growth.AXES))
+        drawn = plots.figure([(row["dtype"], row.get("points", [])) for row in group], list(growth.AXES))
         parts.append(f"<h3>{escape(backend)} on {escape(device)}</h3>{drawn}")
     return "".join(parts)

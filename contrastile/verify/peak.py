@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import os
 import tracemalloc
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from contrastile import compute
-from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Backend, Options
 from contrastile.schedules.problem import Problem
 from contrastile.verify.comparison import Comparisons, Worst
@@ -60,7 +60,7 @@ _STEPS = 12
 
 def peak_memory(subject: Subject, case: str) -> Comparisons:
     """A step's memory grows with the batch, not with its square, holds at most one tile of logits, and is freed."""
-    size, arrays = _SIZES[subject.device], subject.backend.arrays
+    size, library = _SIZES[subject.device], subject.backend.arrays.name
     options = replace(subject.options, tile=(size.tile, size.tile))
     # memory kept between the passes is the backend's choice, and the backend caps it
     backend = replace(subject.backend, keeping=None)
@@ -73,11 +73,12 @@ def peak_memory(subject: Subject, case: str) -> Comparisons:
 
         # first calls fill caches and compile
         step(size.batch // 4)()
-        half, one, two = (peak_bytes(arrays, subject.device, step(size.batch // k)) for k in (4, 2, 1))
+        half, one, two = (peak_bytes(library, subject.device, step(size.batch // k)) for k in (4, 2, 1))
         again = partial(repeated, step(size.batch // 4), _STEPS)
-        # on a GPU calls that repeat are captured, once
-        again()
-        several, few = peak_bytes(arrays, subject.device, again), half + _SLACK[subject.device]
+        if subject.device == "cuda":
+            # calls that repeat are captured, once
+            again()
+        several, few = peak_bytes(library, subject.device, again), half + _SLACK[subject.device]
         yield f"{kind}, {_STEPS} steps", Worst(several / few, "bytes", (), several, few)
         allowed = linear_limit(half, one, 2, subject.device)
         yield f"{kind}, twice the batch", Worst(two / allowed, "bytes", (), two, allowed)
@@ -119,26 +120,26 @@ def _step(native: Problem, backend: Backend, options: Options) -> object:
     return value, compute.problem_gradients(native, state, None, wanted, backend, options)
 
 
-def peak_bytes(arrays: ArrayLibrary, device: str, step: Callable[[], object]) -> float:
+def peak_bytes(library: str, device: str, step: Callable[[], object]) -> float:
     """The most bytes that a step held at once, beyond those before it.
 
     Raises:
         SkipError: this library's memory cannot be measured here.
     """
     found = [0]
-    with meter(arrays.name, device)(found):
+    with _meter(library, device)(found):
         # until the meter stops: results count
         results = step()
     del results
     return float(found[0])
 
 
-Meter = Callable[[list[int]], AbstractContextManager[None]]
+_Meter = Callable[[list[int]], AbstractContextManager[None]]
 
 
-def meter(library: str, device: str) -> Meter:
+def _meter(library: str, device: str) -> _Meter:
     """NumPy's memory is measured by the interpreter's tracer, that of others by their allocators."""
-    known: dict[tuple[str, str], Meter] = {
+    known: dict[tuple[str, str], _Meter] = {
         ("numpy", "cpu"): _numpy,
         ("torch", "cpu"): _torch,
         ("torch", "cuda"): _torch_on_a_gpu,
@@ -166,46 +167,24 @@ def _numpy(found: list[int]) -> Iterator[None]:
 
 @contextmanager
 def _torch(found: list[int]) -> Iterator[None]:
-    """Torch's allocator on the host has no counters: every storage that an operation makes is tracked until freed."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
+    """Torch's allocator on the host has no counters: the profiler's record of this thread is replayed, to the byte.
 
-    held, known = 0, set[int]()
+    It has what is made inside of C++ too, and no workspace that BLAS or oneDNN takes for itself.
+    """
+    from torch.autograd import profiler
 
-    def forget(address: int, size: int) -> None:
-        nonlocal held
-        known.discard(address)
-        held -= size
-
-    def track(x: Any, *, made: bool) -> None:
-        nonlocal held
-        if isinstance(x, list | tuple):
-            for each in x:
-                track(each, made=made)
-        if not isinstance(x, torch.Tensor) or (storage := x.untyped_storage())._cdata in known:
-            return
-        # an argument was allocated before, a result by the operation
-        size = storage.nbytes() if made else 0
-        known.add(storage._cdata)
-        held += size
-        found[0] = max(found[0], held)
-        weakref.finalize(storage, forget, storage._cdata, size)
-
-    class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        @classmethod
-        def _should_skip_dynamo(cls) -> bool:
-            # to be skipped, torch imports its compiler, for seconds
-            return False
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            track([*args, *kwargs.values()], made=False)
-            made = function(*args, **kwargs)
-            track(made, made=True)
-            return made
-
-    with Storages():  # type: ignore[no-untyped-call]
-        yield
+    # which else tells stderr of each start and end
+    with mock.patch.dict(os.environ, KINETO_LOG_LEVEL="99"):
+        profile: Any = profiler.profile(profile_memory=True)
+        with profile:
+            yield
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    live = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        # the profiler knows blocks by their address alone: the release of a block that was there before is given the
+        # size of a later one at its address
+        live = max(0, live + event.nbytes())
+        found[0] = max(found[0], live)
 
 
 @contextmanager

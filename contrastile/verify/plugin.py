@@ -14,10 +14,9 @@ import pickle
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -184,21 +183,12 @@ def _printed(config: pytest.Config) -> str:
     return " ".join(capture.read_global_capture().out.split())[:80]
 
 
-@dataclass(slots=True)
-class Skip:
-    """A line of the author's file of skips.
-
-    Attributes:
-        pattern: of the tests' names, as of the shell.
-        reason: why they are not run.
-        place: file and line.
-        used: whether a test has matched.
-    """
+class Skip(NamedTuple):
+    """A line of the author's file of skips: a pattern of tests' names, as of the shell, the reason, file and line."""
 
     pattern: str
     reason: str
     place: str
-    used: bool = False
 
 
 def read_skips(path: Path) -> list[Skip]:
@@ -240,6 +230,7 @@ class LossFile(pytest.File):
         path = getattr(self.module, "contrastile_skips", None)
         skips = [] if path is None else read_skips(self.path.parent / path)
         losses = [given] if isinstance(given, str) or callable(given) else given
+        used: set[Skip] = set()
         named = losses.items() if isinstance(losses, Mapping) else ((None, loss) for loss in losses)
         for name, target in named:
             loss = Loss.of(target)
@@ -247,9 +238,8 @@ class LossFile(pytest.File):
             for check in LossSelection([loss]):
                 test = check.name().replace(loss.name, short, 1)
                 matching = [skip for skip in skips if fnmatchcase(test, skip.pattern)]
-                for skip in matching:
-                    skip.used = True
+                used.update(matching)
                 yield CheckItem.from_parent(self, name=test, check=check, skip=matching[0].reason if matching else "")
-        unused = [f"{skip.place}: {skip.pattern}" for skip in skips if not skip.used]
+        unused = [f"{skip.place}: {skip.pattern}" for skip in skips if skip not in used]
         if unused:
             raise self.CollectError("no test has a name that matches " + ", ".join(unused))

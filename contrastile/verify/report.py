@@ -57,8 +57,8 @@ def _number(ratio: float | None) -> float | None:
 
 
 _WORDS = {
-    "fail": "failed",
     "pass": "passed",
+    "fail": "failed",
     "refused": "refused",
     "untested": "not tested",
     "skip": "skipped",
@@ -163,9 +163,8 @@ def not_run(rows: Sequence[Row]) -> list[tuple[str, str]]:
 def summary(rows: Sequence[Row], seconds: float | None = None, left_out: Sequence[str] = ()) -> str:
     """The verdict in one line: counts, duration, the largest error, and what was not tested and why."""
     count = Counter(row["status"] for row in rows if row["status"] != "skip" or row["property"] != "all")
-    order = ("pass", "fail", "refused", "untested", "skip", "unclaimed")
-    shown = [status for status in order if count[status] or status in _ALWAYS]
-    counts = ", ".join(f"{count[status]} {_WORDS[status]}" for status in shown)
+    shown = {status: word for status, word in _WORDS.items() if count[status] or status in _ALWAYS}
+    counts = ", ".join(f"{count[status]} {word}" for status, word in shown.items())
     took = "" if seconds is None else f" in {seconds:.2g} s" if seconds < 10 else f" in {seconds:.0f} s"
     errors = [row for row in rows if row["property"] not in _MEMORY]
     line = f"{verdict(rows).upper()}: {counts}{took}; largest error {worst(errors)} of its bound"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import shlex
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
@@ -64,10 +65,11 @@ class Check:
         case: its name.
         dtype: of the features, and how they are multiplied.
         compare: makes the comparisons; None for what a loss does not claim.
-        rerun: the command that makes it again, on a case.
+        given: the options that select it; None for those left out.
         reason: what is not claimed.
         device: kind of device.
         world: the number of ranks.
+        launch: the words that start the program on them.
     """
 
     backend: str
@@ -75,15 +77,21 @@ class Check:
     case: str
     dtype: str
     compare: Callable[[], Comparisons] | None
-    rerun: Callable[[str], str]
+    given: Mapping[str, Any]
     reason: str = ""
     device: str = "cpu"
     world: int = 1
+    launch: Sequence[str] = ("contrastile",)
 
     def name(self) -> str:
         """Backend, case, property and dtype in one."""
         words = [self.backend, self.case, self.property, self.dtype.replace("/", "-")]
         return "/".join([*words, *([f"{self.world}-ranks"] if self.world > 1 else [])])
+
+    def command(self, case: str) -> str:
+        """The command that makes it again, on a case."""
+        of_a_case = {} if case == "all" else {"case": case}
+        return shlex.join([*self.launch, "verify", *words({**self.given, **of_a_case})])
 
     def row(self, status: str, ratio: float | None = None, reason: str = "", excess: float | None = None) -> Row:
         return Row(
@@ -102,7 +110,7 @@ class Check:
     def failed(self, reason: str) -> tuple[Row, Failure]:
         """What there is to report where the check did not return."""
         row = self.row("fail", math.inf, reason, math.inf)
-        return row, Failure(row, wrong(reason), "", self.rerun(self.case))
+        return row, Failure(row, wrong(reason), "", self.command(self.case))
 
     def run(self, printed: Callable[[], str] = str) -> tuple[Row, Failure | None]:
         """Make the comparisons, and take the worst of them.
@@ -144,7 +152,7 @@ class Check:
             drawn = label.startswith(f"{self.case.partition(':')[0]}:")
             words = ": ".join(filter(None, (label, str(worst))))
             row = self.row("fail", worst.ratio, words, max(excess, worst.excess))
-            return row, Failure(row, worst, label, self.rerun(label if drawn else self.case))
+            return row, Failure(row, worst, label, self.command(label if drawn else self.case))
         row = self.row(status, worst.ratio, "", excess) if status == "pass" else self.row(status, reason=said)
         if points and status == "pass":
             row["points"] = points

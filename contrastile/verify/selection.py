@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 from contrastile.backends.contract import PRECISIONS, Backend
 from contrastile.verify import cases, sharded, strategies
@@ -13,7 +13,7 @@ from contrastile.verify.comparison import Comparisons
 from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.execution import DTYPES, one_thread
 from contrastile.verify.properties import PROPERTIES
-from contrastile.verify.runner import Check, words
+from contrastile.verify.runner import Check
 from contrastile.verify.trial import Property, Subject, Trial, skipped
 from contrastile.verify.truth import truth
 from contrastile.verify.worlds import World
@@ -72,21 +72,11 @@ class Selection:
         for name, backend in self.backends.items():
             available = [x for x in PRECISIONS if x in backend.precisions]
             precisions = (available if self.precisions is None else self.precisions) if dtype == "float32" else ["ieee"]
-            how = self.place(backend), self.seed, self.examples
+            auto = "cuda" if self.gpu and "cuda" in backend.devices else "cpu"
+            how = auto if self.device == "auto" else self.device, self.seed, self.examples
             sizes = self.workspace, self.keep
             found += [Subject(name, backend, dtype, *how, precision, *sizes, self.world) for precision in precisions]
         return found
-
-    def place(self, backend: Backend) -> str:
-        """The kind of device on which a backend runs."""
-        if self.device != "auto":
-            return self.device
-        return "cuda" if self.gpu and "cuda" in backend.devices else "cpu"
-
-    def chosen(self) -> list[Property]:
-        """The selected properties, in the registry's order."""
-        known = PROPERTIES if self.world is None else DISTRIBUTED
-        return [each for name, each in known.items() if self.properties is None or name in self.properties]
 
     def case_names(self) -> list[str]:
         return [name for name in cases.names() if self.cases is None or name in self.cases]
@@ -98,28 +88,11 @@ class Selection:
             return [each.case]
         return [name for name in self.cases if name.partition(":")[0] == each.case]
 
-    def command(self, subject: Subject, each: Property, case: str) -> str:
-        """The command that makes a check again."""
-        several = subject.dtype == "float32" and len(subject.backend.precisions) > 1
-        given = {
-            "world": None if self.world is None else self.world.name,
-            "backend": subject.name,
-            "dtype": subject.dtype,
-            "precision": subject.precision if several else None,
-            "workspace": self.workspace,
-            "keep": self.keep,
-            "property": each.name,
-            "case": case,
-            "seed": self.seed,
-            "examples": self.examples if case in (strategies.CASE, sharded.CASE) else None,
-            "device": None if self.device == "auto" else self.device,
-        }
-        launch = ["contrastile"] if self.world is None else self.world.launch
-        return shlex.join([*launch, "verify", *words(given)])
-
     def __iter__(self) -> Iterator[Check]:
         """All checks, in a fixed order; of cases, truths and trials the latest alone is held."""
-        every_case, own_case = [p for p in self.chosen() if p.case is None], [p for p in self.chosen() if p.case]
+        known = PROPERTIES if self.world is None else DISTRIBUTED
+        chosen = [each for name, each in known.items() if self.properties is None or name in self.properties]
+        every_case, own_case = [p for p in chosen if p.case is None], [p for p in chosen if p.case]
         if not (every_case and self.case_names()) and not any(map(self.own_cases, own_case)):
             return
         case = lru_cache(maxsize=1)(cases.build)
@@ -165,16 +138,21 @@ class Selection:
         return not (chosen or first) and each.name in STRUCTURE and case not in FEW_CASES
 
     def _check(self, subject: Subject, each: Property, case: str, compare: Callable[[], Comparisons]) -> Check:
-        return Check(
-            backend=subject.name,
-            property=each.name,
-            case=case,
-            dtype=subject.label,
-            compare=compare,
-            rerun=partial(self.command, subject, each),
-            device=subject.device,
-            world=1 if subject.world is None else subject.world.size,
-        )
+        several = subject.dtype == "float32" and len(subject.backend.precisions) > 1
+        given = {
+            "world": None if self.world is None else self.world.name,
+            "backend": subject.name,
+            "dtype": subject.dtype,
+            "precision": subject.precision if several else None,
+            "workspace": self.workspace,
+            "keep": self.keep,
+            "property": each.name,
+            "seed": self.seed,
+            "examples": self.examples if each.case in (strategies.CASE, sharded.CASE) else None,
+            "device": None if self.device == "auto" else self.device,
+        }
+        ranks: dict[str, Any] = {} if self.world is None else {"world": self.world.size, "launch": self.world.launch}
+        return Check(subject.name, each.name, case, subject.label, compare, given, device=subject.device, **ranks)
 
 
 def _of_a_trial(each: Property, trial: Callable[[], Trial]) -> Comparisons:

@@ -6,6 +6,7 @@ a program returns is known to all, so that all come to the same verdict.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -60,11 +61,20 @@ def judged(world: World, judge: Callable[[], T]) -> T:
         try:
             found = judge(), None
         except Exception as error:
-            found = None, error
+            found = None, portable(error)
     value, failure = world.share(found)
     if failure is not None:
         raise failure
     return cast("T", value)
+
+
+def portable(error: Exception) -> Exception:
+    """The error, or one with the same message that can be pickled."""
+    try:
+        back = pickle.loads(pickle.dumps(error))
+    except Exception:
+        back = None
+    return error if type(back) is type(error) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 @dataclass

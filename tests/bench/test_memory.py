@@ -23,7 +23,7 @@ def test_what_lives_together_adds_up_and_what_was_live_before_neither_counts_nor
         del later
         return results
 
-    assert memory.torch_peak(call) == 3 * MIB + 25
+    assert memory.peak_extra(call, "torch", "cpu") == 3 * MIB + 25
 
 
 @pytest.mark.parametrize("rows", [257, 1000])
@@ -50,9 +50,9 @@ def test_allocations_inside_the_engine_during_backward_are_counted(rows: int) ->
         return torch.autograd.grad(Doubled.apply(leaf), leaf, seed)
 
     # the output saved for backward, and the gradient
-    assert memory.torch_peak(engine) == 2 * size
+    assert memory.peak_extra(engine, "torch", "cpu") == 2 * size
     # the output, and the three arrays of the backward
-    assert memory.torch_peak(function) == 4 * size
+    assert memory.peak_extra(function, "torch", "cpu") == 4 * size
 
 
 def test_numpy_buffers_are_counted_and_little_else() -> None:

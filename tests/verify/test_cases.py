@@ -75,8 +75,3 @@ def test_masks_do_something() -> None:
     assert labels.max() > 1
     _, silent = of("signed-zero-weights")
     assert (~silent.admitted.any(axis=1)).sum() > 1
-
-
-def test_an_unknown_case_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"case must be one of smoke, .*, got 'smoek'"):
-        build("smoek", "float32")

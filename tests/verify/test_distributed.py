@@ -12,11 +12,11 @@ from contrastile.backends.registry import load
 from contrastile.cli import main
 from contrastile.schedules import triangle_over_ranks
 from contrastile.schedules.placement import Placement
-from contrastile.verify import cases, launched, sharded
+from contrastile.verify import cases, launched
 from contrastile.verify.distributed import DISTRIBUTED, several_ranks
 from contrastile.verify.runner import Run
 from contrastile.verify.selection import Selection
-from contrastile.verify.trial import SkipError, Subject
+from contrastile.verify.trial import Subject
 from contrastile.verify.worlds import Threads, judged
 
 
@@ -40,23 +40,9 @@ def test_edge_cases_and_public_losses_hold_in_every_world(backend: str, dtype: s
     passed([row for row in found if row["status"] != "skip"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("cases", "n"), [("blocks", 3), ("sigmoid-ids", 3), ("one-row", 8)])
-def test_triton_holds_in_a_world(cases: str, n: int) -> None:
-    given = {"properties": ["ring", "gather", "agreement"], "dtypes": ["float32"], "precisions": ["ieee"]}
-    passed(rows_of(n, "triton", cases=[cases], **given))
-
-
 def test_every_case_holds_in_a_world_of_three() -> None:
     quick = [name for name in cases.names() if not name.startswith("wordnet")]
     passed(rows_of(3, "numpy", cases=quick, properties=["ring", "gather"], dtypes=["float32"]))
-
-
-@pytest.mark.parametrize(("backend", "n"), [("numpy", 2), ("numpy", 3), ("numpy", 5), ("torch", 3)])
-def test_drawn_problems_hold_in_drawn_parts(backend: str, n: int) -> None:
-    found = rows_of(n, backend, cases=["sharded"], dtypes=["float32", "float64"], examples=40, seed=n)
-    assert [row["case"] for row in found] == ["sharded", "sharded"]
-    passed(found)
 
 
 def test_what_is_wrong_with_an_even_number_of_ranks_alone_shows_in_a_process_alone(
@@ -92,12 +78,6 @@ def test_a_drawn_failure_names_the_world_in_the_command_that_runs_it_again() -> 
     assert f"--case {failure.label}" in failure.command
     (again,) = Run(Selection(broken, [failure.label], ["sharded"], ["float64"], world=Threads(3))).rows()
     assert again["status"] == "fail"
-
-
-def test_a_property_of_ranks_needs_some() -> None:
-    subject = Subject("numpy", load("numpy"), "float64")
-    with pytest.raises(SkipError, match="give --world"):
-        next(sharded.sharded(subject, sharded.CASE))
 
 
 def test_the_command_writes_the_world_into_every_row(tmp_path: Any, capsys: Any) -> None:

@@ -76,11 +76,10 @@ def test_what_a_backend_does_not_take_is_skipped_with_the_reason():
 )
 def test_auto_is_the_gpu_for_what_runs_on_one(device, gpu, places):
     both = replace(NUMPY, devices=frozenset({"cpu", "cuda"}))
-    selection = Selection({"both": both, "host": NUMPY}, device=device, gpu=gpu)
-    assert [subject.device for subject in selection.subjects("float32")] == places
+    checks = [*Selection({"both": both, "host": NUMPY}, ["smoke"], ["value"], ["float32"], device=device, gpu=gpu)]
+    assert [check.device for check in checks] == places
     # a rerun on the same machine must land on the same device
-    command = selection.command(selection.subjects("float32")[0], PROPERTIES["value"], "smoke")
-    assert ("--device" in command) == (device != "auto")
+    assert [("--device" in check.command("smoke")) == (device != "auto") for check in checks] == [True, True]
 
 
 def run_one(backend, case, prop, **more):
@@ -159,40 +158,9 @@ def test_facts_looser_than_a_plain_computation_s_are_refused(loose):
     assert "must be at most" in row["reason"]
 
 
-def test_float32_runs_in_every_precision_that_a_backend_names():
-    asked = []
-
-    def accuracy(dtype, device, options=Options()):  # noqa: B008 (frozen)
-        asked.append((dtype, options.precision))
-        return NUMPY.accuracy(dtype, device)
-
-    def lse(block, columns, options):
-        asked.append(options.precision)
-        return NUMPY.lse(block, columns, options)
-
-    several = replace(NUMPY, precisions=frozenset({"ieee", "split"}), accuracy=accuracy, lse=lse)
-    how = {"cases": ["one-row"], "properties": ["value"], "dtypes": ["float32", "float16"]}
-    assert [row["dtype"] for row in Run(Selection({"several": several}, **how)).rows()] == [
-        "float32",
-        "float32/split",
-        "float16",
-    ]
-    assert asked == ["ieee", ("float32", "ieee"), "split", ("float32", "split"), "ieee", ("float16", "ieee")]
-    selection = Selection({"several": several})
-    commands = [
-        selection.command(subject, PROPERTIES["value"], "hot")
-        for dtype in ("float32", "float16")
-        for subject in selection.subjects(dtype)
-    ]
-    named = ["ieee", "split", ""]
-    assert [command.partition(" --precision ")[2].partition(" ")[0] for command in commands] == named
-    (row,) = Run(Selection({"plain": NUMPY}, ["one-row"], ["value"], ["float32"], precisions=["tf32"])).rows()
-    assert (row["status"], row["reason"]) == ("skip", "computes float32 in ieee only")
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_workspace_and_what_may_be_kept_reach_the_backend_and_the_command(keeps):
-    asked, told = [], []
+@pytest.mark.parametrize(("precisions", "keeps"), [("ieee split", True), ("ieee split", False), ("ieee", False)])
+def test_precision_workspace_and_what_may_be_kept_reach_the_backend_and_the_command(precisions, keeps):
+    asked, told, precisions = [], [], precisions.split()
 
     def accuracy(dtype, device, *options):
         told.append(options)
@@ -202,16 +170,22 @@ def test_a_workspace_and_what_may_be_kept_reach_the_backend_and_the_command(keep
         asked.append(options)
         return NUMPY.lse(block, columns, options)
 
-    backend = replace(NUMPY, accuracy=accuracy, lse=lse, keeping=lse if keeps else None)
-    given = Options(workspace=3, keep=0)
-    selection = Selection({"numpy": backend}, ["one-row"], ["value"], ["float64"], workspace=3, keep=0)
-    assert [row["status"] for row in Run(selection).rows()] == ["pass"]
-    assert asked == [given]
+    changes = {"accuracy": accuracy, "lse": lse, "keeping": lse if keeps else None}
+    backend = replace(NUMPY, precisions=frozenset(precisions), **changes)
+    # float32 runs in every precision that the backend names
+    labels = ["float32", *["float32/split"] * (len(precisions) - 1), "float16"]
+    selection = Selection({"it": backend}, ["one-row"], ["value"], ["float32", "float16"], workspace=3, keep=0)
+    assert [(row["dtype"], row["status"]) for row in Run(selection).rows()] == [(label, "pass") for label in labels]
+    given = [Options(precision=label.partition("/")[2] or "ieee", workspace=3, keep=0) for label in labels]
+    assert asked == given
     # who has no use for them is not asked to take them
-    assert told == [(given,) if keeps else ()]
-    (subject,) = selection.subjects("float64")
-    assert "--workspace 3 --keep 0" in selection.command(subject, PROPERTIES["value"], "one-row")
-    assert subject.settings == {"precision": "ieee", "workspace": 3, "keep": 0}
+    assert told == [(each,) if keeps or len(precisions) > 1 else () for each in given]
+    for label, check in zip(labels, selection, strict=True):
+        dtype, _, precision = label.partition("/")
+        named = f" --precision {precision or 'ieee'}" * (len(precisions) > 1 and label != "float16")
+        assert f"--dtype {dtype}{named} --workspace 3 --keep 0 --property value" in check.command("hot")
+    (row,) = Run(Selection({"plain": NUMPY}, ["one-row"], ["value"], ["float32"], precisions=["tf32"])).rows()
+    assert (row["status"], row["reason"]) == ("skip", "computes float32 in ieee only")
 
 
 def test_a_library_whose_memory_nothing_counts_is_skipped():

@@ -388,7 +388,7 @@ OF_TENSORS = (
     ),
     Interface("torch.func.grad", functional, ("refusals",), (*_RETURNED, ("negatives", False))),
     Interface("sup_con of keys", keys, (), (), ("info_nce",)),
-    Interface("a dispatch mode", dispatched, (), _RETURNED),
+    Interface("a dispatch mode", dispatched, ("leaks",), _RETURNED),
     Interface("nn", module, (*_AUTOGRAD, "numbers", "interleaved", "threads"), (), _PAIRS),
     Interface("nn in evaluation", partial(module, trains=False), ("leaves",), (), _PAIRS),
 )

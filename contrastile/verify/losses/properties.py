@@ -312,7 +312,7 @@ def linear_memory(trial: LossTrial) -> Comparisons:
 
     def measured(b: int) -> float:
         call = prepare(trial.loss, sized(claims, b, width, dtype).arguments, dtype, device)
-        return peak.peak_bytes(trial.loss.arrays, device, lambda: call.finish(call()))
+        return peak.peak_bytes(trial.loss.arrays.name, device, lambda: call.finish(call()))
 
     # first calls fill caches and compile
     measured(batches[0])

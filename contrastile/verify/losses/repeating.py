@@ -224,7 +224,7 @@ def leaks(trial: LossTrial) -> Comparisons:
     # first calls fill caches
     peak.repeated(step, 2)
     few, many = (
-        peak.peak_bytes(trial.loss.arrays, trial.device, partial(peak.repeated, step, times)) for times in (1, 5)
+        peak.peak_bytes(trial.loss.arrays.name, trial.device, partial(peak.repeated, step, times)) for times in (1, 5)
     )
     # less than the logits of one of them
     limit = few + 2 * b * b

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -16,7 +15,7 @@ from contrastile.verify.losses.cases import BATCHES, OWN
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.properties import LossProperty, LossTrial
 from contrastile.verify.losses.subject import Loss
-from contrastile.verify.runner import Check, Row, Run, words
+from contrastile.verify.runner import Check, Row, Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +46,8 @@ class LossSelection:
         **more: Any,
     ) -> Check:
         given = {"loss": loss.name, "objective": loss.claims.objective, "dtype": dtype, "property": name}
-        device = None if self.device == "cpu" else self.device
-
-        def rerun(case: str) -> str:
-            return shlex.join(["contrastile", "verify", *words({**given, "case": case, "device": device})])
-
-        return Check(loss.name, name, case, dtype, compare, rerun, **more)
+        given |= {} if self.device == "cpu" else {"device": self.device}
+        return Check(loss.name, name, case, dtype, compare, given, **more)
 
     def __iter__(self) -> Iterator[Check]:
         """All checks, in a fixed order."""
