@@ -25,6 +25,7 @@ LAYERS = [
     {"comm"},
     {"schedules"},
     {"validation"},
+    {"forms"},
     {"problems"},
     {"plan"},
     {"compute"},
@@ -69,7 +70,7 @@ HOMES = {
     "hypothesis": ("verify",),
     "pytest": ("verify",),
     "rich": ("reporting",),
-    "matplotlib": ("bench",),
+    "matplotlib": ("bench", "verify"),
     "sentence_transformers": ("integrations.sentence_transformers",),
     "transformers": ("integrations.transformers",),
 }

@@ -9,8 +9,8 @@ The features are exact: they were rounded to the backend's dtype before the trut
   rounded, products and chain, scale twice (its product with log2 e may be rounded too); a bias adds ``u (|x| + E)``.
 * log-sum-exps, sums of positives, loss: ``lse_error``, ``_positive_error``, ``_softmax_loss_error``. Because N and P
   are separate, the loss of a row that is certain of its positive has a *relative* bound.
-* G: ``_softmax_gradient_error``; sigmoid: ``_sigmoid_errors``. Forward and backward use the same rounded logits, so a
-  probability never exceeds 1, and q of a single positive is 1.
+* G: ``_softmax_gradient_error``, ``_bars_error`` of any loss of the statistics, ``_sigmoid_errors``. Forward and
+  backward use the same rounded logits, so a probability never exceeds 1, and q of a single positive is 1.
 * dQ, dK, dscale, dbias: ``_sum_error``, ``_features_error``, ``_scale_error``.
 * n ranks that share the problem (``Spread``): their log-sum-exps and gradient sums are merged and added like those of
   further blocks; the factor n in the weights costs one rounding and its removal another; ``_over_ranks`` for dscale
@@ -49,7 +49,7 @@ def bounds(
     truth: Truth,
     accuracy: Accuracy,
     dtype: str,
-    upstream: float = 1.0,
+    upstream: float | FloatArray = 1.0,
     options: Options | None = None,
     spread: Spread | None = None,
     *,
@@ -62,26 +62,26 @@ def bounds(
         truth: its truth, computed with the same ``upstream``.
         accuracy: the backend's facts.
         dtype: the features' dtype.
-        upstream: gradient with respect to the loss, applied in the state dtype.
+        upstream: gradient with respect to the loss; a number is applied in the state dtype.
         options: those of the call; a smaller tile means more merges.
         spread: how the ranks of a world share the problem; None for a single process.
         separate_positives: whether positives stay out of the log-sum-exps, as a backend's must. False gives the bound
             of a computation that subtracts them from a log-sum-exp, and targets from probabilities.
     """
-    blocks, m = [len(block) for block in problem.columns], len(truth.q)
+    blocks, m, size = [len(block) for block in problem.columns], len(truth.q), np.abs(upstream)
 
     def derive(accuracy: Accuracy, dtype: str, *how: Any) -> Outcome:
         a = arithmetic(accuracy, dtype, m, blocks, *how)
         with np.errstate(all="ignore"):
             if problem.kind == "sigmoid":
-                return _sigmoid(problem, truth, a, abs(upstream))
-            return _softmax(problem, truth, a, abs(upstream), separate_positives)
+                return _sigmoid(problem, truth, a, size)
+            return _softmax(problem, truth, a, size, separate_positives)
 
     # the oracle's part is the same for every backend
-    oracle, key = truth.oracle_bounds, (abs(upstream), separate_positives)
-    if key not in oracle:
-        oracle[key] = derive(ORACLE, "float64")
-    found = derive(accuracy, dtype, options, spread), oracle[key]
+    oracle = truth.oracle_bounds
+    if separate_positives not in oracle:
+        oracle[separate_positives] = derive(ORACLE, "float64")
+    found = derive(accuracy, dtype, options, spread), oracle[separate_positives]
     names = [f.name for f in fields(Outcome) if f.name != "rounding"]
     values: dict[str, Any] = {
         name: _total(*(getattr(each, name) for each in (*found, truth.outcome))) for name in names
@@ -100,50 +100,67 @@ def _total(backend: Any, oracle: Any, exact: Any) -> Any:
     return float64(np.where(np.isfinite(exact), np.where(np.isnan(both), np.inf, both), 0.0))
 
 
-def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: float, separate_positives: bool) -> Outcome:
+def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: Any, separate_positives: bool) -> Outcome:
     """Both directions share the logits' error; each is derived from its own side's view."""
-    E, reference = logit_error(t, a), shared_reference(t, a)
+    E = logit_error(t, a)
     if problem.margin is not None:
         # s m, and its sum with N; references are those of logits without it
         E = E + 8 * a.accuracy.unit * abs(t.scale * problem.margin)
-    views = sides(problem, t, E, a, separate_positives)
+    reference, indexed = shared_reference(t, a), problem.match == "drop"
+    own = (E, a.over_columns), (E.T, a.over_rows)
+    views = [
+        Side(side, *each, reference, indexed, separate_positives) for side, each in zip(t.sides, own, strict=False)
+    ]
     loss, dG, largest = 0.0, np.zeros(t.x.shape), 0.0
     errors: dict[str, Any] = {}
+    of_statistics: list[Any] = []
     for view, name in zip(views, ("row", "column"), strict=False):
-        negative = lse_error(view, view.admitted & ~view.positive, view.side.negative_lse, reference, a)
-        positive = positive_lse_error(view, reference, a)
-        total = _positive_error(view.x, view.E, view.positive, a)
+        side = view.side
+        negative = lse_error(view, side.admitted & ~side.positive, side.negative_lse, a)
+        positive = positive_lse_error(view, a)
+        total = _positive_error(view, a)
         errors |= {f"{name}_negative_lse": negative, f"{name}_positive_lse": positive, f"{name}_positive_sum": total}
-        loss += _softmax_loss_error(view, negative, positive, total, a)
-        part = _softmax_gradient_error(view, negative, positive, upstream, reference, a)
+        if side.bars is not None:
+            of_statistics.append([negative, positive, _spread_error(side, positive, total)])
+            part, weight = _bars_error(view, negative, positive, a), np.abs(side.bars)
+        else:
+            loss += _softmax_loss_error(view, negative, positive, total, a)
+            loss += _smoothing_loss_error(view, positive, total, a)
+            part = _softmax_gradient_error(view, negative, positive, upstream, a)
+            weight = upstream * np.abs(side.weight)
         dG = dG + (part if name == "row" else part.T)
-        largest = max(largest, np.abs(view.side.weight).max(initial=0.0))
-        loss += _smoothing_loss_error(view, positive, total, a)
-    gradient = _beside(t, gradient_bounds(problem, t, dG, upstream * largest, a), problem, upstream, a)
+        largest = max(largest, weight.max(initial=0.0))
+    gradient = gradient_bounds(problem, t, dG, largest, a)
+    if of_statistics:
+        return Outcome(loss=np.concatenate(of_statistics, axis=1), **errors, **gradient)
+    gradient = _beside(t, gradient, problem, upstream, a)
     return Outcome(loss=float64(loss + a.accuracy.unit * (abs(t.outcome.loss) + loss) + a.tiny), **errors, **gradient)
+
+
+def _spread_error(side: Direction, positive: FloatArray, total: FloatArray) -> FloatArray:
+    """Error of ``D = P - t S``, taken in float64."""
+    size = np.abs(side.target * side.positive_sum) + np.abs(np.nan_to_num(side.positive_lse, neginf=0.0))
+    return float64(positive + side.target * total + 4 * UNIT["float64"] * size)
 
 
 def _smoothing_loss_error(view: Side, positive: FloatArray, total: FloatArray, a: Arithmetic) -> float:
     """Error of ``e sum_i w_i (P - D - mean_j x_ij)``: that of t S, of all logits, and roundings of each term."""
-    side, mean = view.side, np.abs(view.x).mean(axis=1) if view.x.size else 0.0
-    moved = positive + np.abs(side.target) * total + (view.E.mean(axis=1) if view.x.size else 0.0)
+    side, mean = view.side, np.abs(view.side.x).mean(axis=1) if view.side.x.size else 0.0
+    moved = positive + np.abs(side.target) * total + (view.E.mean(axis=1) if view.side.x.size else 0.0)
     size = np.abs(np.nan_to_num(side.positive_lse)) + np.abs(side.target * side.positive_sum) + mean
     return float((np.abs(side.smoothed) * (moved + gamma(8 * a.accuracy.unit) * size)).sum())
 
 
-def _beside(t: Truth, found: dict[str, Any], problem: Problem, upstream: float, a: Arithmetic) -> dict[str, Any]:
+def _beside(t: Truth, found: dict[str, Any], problem: Problem, upstream: Any, a: Arithmetic) -> dict[str, Any]:
     """The bounds of gradients to which the linear part of label smoothing, and that of a margin, are added.
 
     H is what smoothing adds to |G|: the blocks' G is smaller by so much, with its own roundings, and both parts are
     rounded to the features' dtype, one after the other. The margin's part is a sum of bars in float64.
     """
-    sides = [(t.row, t.positive)] if t.column is None else [(t.row, t.positive), (t.column, t.positive.T)]
-    parts = [
-        np.abs(side.smoothed)[:, None] * (np.where(positive, side.target[:, None], 0.0) + 1 / max(positive.shape[1], 1))
-        for side, positive in sides
-        if side is not None
-    ]
-    H = upstream * np.sum([part if number == 0 else part.T for number, part in enumerate(parts)], axis=0)
+    H = np.zeros(t.x.shape)
+    for side, whole in zip(t.sides, (H, H.T), strict=False):
+        target = np.where(side.positive, side.target[:, None], 0.0)
+        whole += upstream * np.abs(side.smoothed)[:, None] * (target + 1 / max(target.shape[1], 1))
     facts, m = a.accuracy, 0.0 if problem.margin is None else abs(problem.margin)
     by_scale = gamma(8 * facts.unit) * ((H * np.abs(t.products)).sum() + m * np.abs(np.nan_to_num(t.G)).sum())
     if not H.any():
@@ -162,7 +179,7 @@ def _beside(t: Truth, found: dict[str, Any], problem: Problem, upstream: float, 
     }
 
 
-def _sigmoid(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outcome:
+def _sigmoid(problem: Problem, t: Truth, a: Arithmetic, upstream: Any) -> Outcome:
     """Value and gradients of the sigmoid loss from the same logits' error."""
     u, weight = a.accuracy.unit, np.abs(float64(problem.row_weight))
     row_loss, dG = _sigmoid_errors(t, logit_error(t, a), upstream * weight, a)
@@ -200,33 +217,22 @@ def shared_reference(t: Truth, a: Arithmetic) -> float | None:
 
 @dataclass(frozen=True)
 class Side:
-    """One direction of the loss, seen from its own side: all matrices are (own, other), E the errors of x.
+    """One direction of the loss, how its sums are taken, and E (own, other), the errors of its logits.
 
     Attributes:
+        reference: the largest shared reference; None where each row has its own maximum.
         indexed: whether column indices give the positives, rather than equal ids.
     """
 
-    x: FloatArray
-    E: FloatArray
-    admitted: BoolArray
-    positive: BoolArray
     side: Direction
+    E: FloatArray
     lengths: Lengths
+    reference: float | None
     indexed: bool
     separate_positives: bool
 
 
-def sides(problem: Problem, t: Truth, E: FloatArray, a: Arithmetic, separate_positives: bool = True) -> list[Side]:
-    """Each direction of the loss, of logits that are known to E (m, n)."""
-    assert t.row is not None
-    how = problem.match == "drop", separate_positives
-    found = [Side(t.x, E, t.admitted, t.positive, t.row, a.over_columns, *how)]
-    if t.column is not None:
-        found.append(Side(t.x.T, E.T, t.admitted.T, t.positive.T, t.column, a.over_rows, *how))
-    return found
-
-
-def lse_error(view: Side, counted: BoolArray, exact: FloatArray, reference: float | None, a: Arithmetic) -> FloatArray:
+def lse_error(view: Side, counted: BoolArray, exact: FloatArray, a: Arithmetic) -> FloatArray:
     """Error of ``exact = r + log sum exp(x - r)`` over the counted pairs, tiles merged in any order: (own,).
 
     * Each term carries ``e_j = (1 + 6u) E_j + u (3 |x_j - r| + c)`` in its exponent. The reference is a running maximum
@@ -243,18 +249,18 @@ def lse_error(view: Side, counted: BoolArray, exact: FloatArray, reference: floa
       sum of n terms is at least n tiny / u (``Accuracy.shared_reference``), so they cost at most u of it.
     """
     u, c, wide, lengths = a.accuracy.unit, a.accuracy.exp_ulps, UNIT["float64"], view.lengths
-    x, E = view.x, view.E
+    x, E = view.side.x, view.E
     if not x.shape[1]:
         return np.zeros(len(x))
     top = np.where(counted, x, -np.inf).max(axis=1)
     slack = np.where(counted, E, 0.0).max(axis=1)
-    if reference is None:
+    if view.reference is None:
         r, shift = np.abs(top) + slack, np.abs(exact - top) + slack
         distance = top[:, None] - x + 2 * slack[:, None]
     else:
-        r, shift = np.full(len(x), reference), np.abs(exact) + reference
-        distance = np.abs(x) + E + reference
-    flushed = x.shape[1] * a.tiny if reference is None else u
+        r, shift = np.full(len(x), view.reference), np.abs(exact) + view.reference
+        distance = np.abs(x) + E + view.reference
+    flushed = x.shape[1] * a.tiny if view.reference is None else u
     e = (1 + 6 * u) * E + u * (3 * distance + c)
     p = np.where(counted, np.exp(x - exact[:, None]), 0.0)
     moved = np.log1p(np.where(p > 0, p * np.expm1(e), 0.0).sum(axis=1))
@@ -265,19 +271,20 @@ def lse_error(view: Side, counted: BoolArray, exact: FloatArray, reference: floa
     return float64(np.where(counted.any(axis=1), error, 0.0))
 
 
-def positive_lse_error(view: Side, reference: float | None, a: Arithmetic) -> FloatArray:
+def positive_lse_error(view: Side, a: Arithmetic) -> FloatArray:
     """Error of P: ``lse_error`` over the positives; for one positive P is its logit, with two roundings of unit."""
-    alone = np.where(view.positive, view.E + 2 * a.accuracy.unit * (np.abs(view.x) + view.E), 0.0).sum(axis=1)
-    count = view.positive.sum(axis=1)
+    alone = np.where(view.side.positive, view.E + 2 * a.accuracy.unit * (np.abs(view.side.x) + view.E), 0.0).sum(axis=1)
+    count = view.side.positive.sum(axis=1)
     if (count <= 1).all():
         # of no positive it is exactly -inf
         return float64(alone)
-    several = lse_error(view, view.positive, view.side.positive_lse, reference, a)
+    several = lse_error(view, view.side.positive, view.side.positive_lse, a)
     return float64(np.where(count == 1, alone, several))
 
 
-def _positive_error(x: FloatArray, E: FloatArray, positive: BoolArray, a: Arithmetic) -> FloatArray:
+def _positive_error(view: Side, a: Arithmetic) -> FloatArray:
     """Error of sum_j x_ij over positives: their E, two roundings of unit, one addition each (zeros add exactly)."""
+    x, E, positive = view.side.x, view.E, view.side.positive
     size = np.where(positive, np.abs(x) + E, 0.0).sum(axis=1)
     relative = a.accuracy.unit * (positive.sum(axis=1) + 2)
     return float64(np.where(positive, E, 0.0).sum(axis=1) + relative / (1 - relative) * size)
@@ -304,7 +311,7 @@ def _softmax_loss_error(
     target, weight, d = np.abs(side.target), np.abs(side.weight), negative + positive
     sums = gamma(UNIT["float64"] * (2 * len(target) + 4 + c + a.totals))
     excess = np.where(side.negative_mass > 0, np.log1p(side.negative_mass * np.expm1(d)), 0.0)
-    alone = view.positive.sum(axis=1) == 1
+    alone = view.side.positive.sum(axis=1) == 1
     spread = np.where(alone, np.abs(1 - side.target) * positive, positive + target * total)
     difference = np.abs(side.positive_lse - side.target * side.positive_sum)
     size = np.where(
@@ -317,18 +324,16 @@ def _softmax_loss_error(
     if not view.separate_positives:
         lse = np.abs(np.nan_to_num(side.lse))
         counted = whole + target * total + (a.accuracy.unit + sums) * (lse + np.abs(target * side.positive_sum))
-    terms = np.where((target != 0) & view.positive.any(axis=1), counted, none)
+    terms = np.where((target != 0) & view.side.positive.any(axis=1), counted, none)
     return float(np.where(weight == 0, 0.0, weight * (terms + a.tiny)).sum())
 
 
 def _softmax_gradient_error(
-    view: Side, negative: FloatArray, positive: FloatArray, upstream: float, reference: float | None, a: Arithmetic
+    view: Side, negative: FloatArray, positive: FloatArray, upstream: Any, a: Arithmetic
 ) -> FloatArray:
     """The error of one direction's part of G, before G is rounded.
 
-    * A negative pair: ``p expm1(eta)``, ``eta = (1 + 6u) (E_x + E_L) + u (3 |x - L| + c)``; with a shared
-      reference p is the product of exp(x - r) and exp(r - L), so |x| + |r| replaces |x - L| and c + 1 is added. For any
-      eta, both p lie in 0..1. An underflow costs tiny, and ``FLUSHED`` with a shared reference.
+    * A negative pair: ``_probability_error``.
     * A positive, G = w ((q - t) - q s): s = sigma(N - P) changes by at most ``min(s, 1 - s) expm1(dN + dP)``;
       q = exp(x - P) is 1 for one positive and otherwise has an error like p's. Where equal ids give the positives, rows
       that are not certain of them may use w (p - t) instead, p as above.
@@ -336,35 +341,69 @@ def _softmax_gradient_error(
       the rest, and four additions of the terms of both directions; one more where the upstream gradient is first
       multiplied by the number of ranks.
     """
-    u, c, side = a.accuracy.unit, a.accuracy.exp_ulps, view.side
+    u, side = a.accuracy.unit, view.side
     weight = upstream * np.abs(side.weight)[:, None]
     roundings = gamma((7 + a.shared) * u)
     E_L = _merged_error(side, negative, positive)[:, None]
-
-    def probability(p: FloatArray, distance: FloatArray, error: FloatArray) -> FloatArray:
-        far = distance if reference is None else np.abs(view.x) + 2 * reference
-        eta = (1 + 6 * u) * (view.E + error) + u * (3 * far + (c if reference is None else 2 * c + 1))
-        moved = np.where(p > 0, p * np.expm1(eta), 0.0)
-        return np.minimum(moved, np.maximum(p, 1 - p) + 8 * u) + (a.tiny if reference is None else FLUSHED)
-
-    dp = probability(side.p, np.abs(view.x - side.lse[:, None]), E_L)
-    target = np.where(view.positive, side.target[:, None], 0.0)
+    dp = _probability_error(view, side.p, side.lse, E_L, a)
+    target = np.where(view.side.positive, side.target[:, None], 0.0)
     ordinary = dp + roundings * (side.p + dp + np.abs(target))
-    alone = (view.positive.sum(axis=1) == 1)[:, None]
+    alone = (view.side.positive.sum(axis=1) == 1)[:, None]
     dq = np.zeros(side.q.shape)
     if not alone.all():
-        dq = np.where(alone, 0.0, probability(side.q, np.abs(view.x - side.positive_lse[:, None]), positive[:, None]))
-    moved = np.minimum(np.minimum(side.negative_mass, 1 - side.negative_mass) * np.expm1(negative + positive), 1.0)[
-        :, None
-    ]
+        dq = np.where(alone, 0.0, _probability_error(view, side.q, side.positive_lse, positive[:, None], a))
     mass = side.negative_mass[:, None]
+    moved = np.minimum(np.minimum(mass, 1 - mass) * np.expm1(negative + positive)[:, None], 1.0)
     certain = dq + side.q * moved + roundings * (np.abs(side.q - target) + side.q * (mass + moved) + dq)
     # half of the threshold below which a backend treats a row as certain
     doubtful = (np.abs(side.target) <= 0.5) | (side.negative_mass >= 2.0**-9)
     plain = ((doubtful & (not view.indexed)) | (not view.separate_positives))[:, None]
-    error = weight * np.where(view.positive, np.where(plain, np.maximum(ordinary, certain), certain), ordinary)
+    error = weight * np.where(view.side.positive, np.where(plain, np.maximum(ordinary, certain), certain), ordinary)
     # a weight of 0 removes the row even where its log-sum-exp is -inf or NaN
-    return np.where(view.admitted & (weight > 0), error + 4 * a.tiny, 0.0)
+    return np.where(view.side.admitted & (weight > 0), error + 4 * a.tiny, 0.0)
+
+
+def _probability_error(
+    view: Side, p: FloatArray, lse: FloatArray, error: FloatArray, a: Arithmetic, more: FloatArray | float = 0.0
+) -> FloatArray:
+    """The error of ``p = exp(x - L)``, (own, other), whose L (own,) is known to ``error`` (own, 1).
+
+    ``p expm1(eta)``, ``eta = (1 + 6u) (E_x + E_L) + u (3 |x - L| + c + more)``; with a shared reference p is the
+    product of exp(x - r) and exp(r - L), so |x| + |r| replaces |x - L| and c + 1 is added. For any eta, both p lie in
+    0..1. An underflow costs tiny, and ``FLUSHED`` with a shared reference.
+    """
+    u, c, x = a.accuracy.unit, a.accuracy.exp_ulps, view.side.x
+    far = np.abs(x - lse[:, None]) if view.reference is None else np.abs(x) + 2 * view.reference
+    eta = (1 + 6 * u) * (view.E + error) + u * (3 * far + (c if view.reference is None else 2 * c + 1) + more)
+    moved = np.where(p > 0, p * np.expm1(eta), 0.0)
+    return float64(np.minimum(moved, np.maximum(p, 1 - p) + 8 * u) + (a.tiny if view.reference is None else FLUSHED))
+
+
+def _bars_error(view: Side, n_error: FloatArray, p_error: FloatArray, a: Arithmetic) -> FloatArray:
+    """The error of one side's part of G, of a loss that its derivatives by N, P and D define, before G is rounded.
+
+    * A negative pair: ``Nbar exp(x - N)``, of which N's error is a part. At positives q has such an error unless it is
+      alone, and is multiplied by Pbar + Dbar.
+    * A backend may divide by the largest bar w of the row: L then lies above N by the logarithm of the quotient, which
+      is rounded with it. Roundings are relative to w: of w, t and L, and of each term of ``w ((q - t) - q r)``, whose
+      r is at most 3.
+    """
+    side, c = view.side, a.accuracy.exp_ulps
+    assert side.bars is not None
+    by_n, by_p, by_d = bars = np.abs(side.bars)[:, :, None]
+    largest, roundings = bars.max(axis=0), gamma((9 + a.shared) * a.accuracy.unit)
+    quotient = np.log(np.where(by_n > 0, largest / np.where(by_n > 0, by_n, 1.0), 1.0))
+    alone = (side.positive.sum(axis=1) == 1)[:, None]
+
+    def moved(p: FloatArray, lse: FloatArray, error: FloatArray) -> FloatArray:
+        return _probability_error(view, p, lse, error[:, None], a, 9 * quotient + c + 2)
+
+    p = np.where(side.admitted & ~side.positive, np.exp(side.x - side.negative_lse[:, None]), 0.0)
+    dp, dq = moved(p, side.negative_lse, n_error), np.where(alone, 0.0, moved(side.q, side.positive_lse, p_error))
+    target = np.where(side.positive, np.abs(side.target)[:, None], 0.0)
+    at_positive = (by_p + by_d) * dq + roundings * largest * (4 * (side.q + dq) + 2 * target)
+    error = np.where(side.positive, at_positive, by_n * dp + roundings * by_n * (p + dp))
+    return np.where(side.admitted & (largest > 0), error + largest * a.tiny + 4 * a.tiny, 0.0)
 
 
 def _sigmoid_errors(t: Truth, E: FloatArray, weight: FloatArray, a: Arithmetic) -> tuple[FloatArray, FloatArray]:

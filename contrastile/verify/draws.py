@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -15,6 +16,10 @@ from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import masks
 
 Draw = np.random.Generator
+Pairs = tuple[FloatArray, FloatArray]
+
+TRAINED = 0.2, 3.0
+"""What ``pairs`` takes for those of a model in training: some are lost, some certain."""
 
 FAR: IntArray = np.array(
     [-1, 2**32 - 1, 0, 2**32, -(2**32), -5, 2**32 - 5, 2**53, 2**53 + 1, 2**62, -(2**62), -100, 2**63 - 1, -(2**63)]
@@ -29,16 +34,35 @@ def unit(x: FloatArray) -> FloatArray:
     return float64(x / np.linalg.norm(x, axis=1, keepdims=True))
 
 
-def pairs(draw: Draw, b: int, d: int, least: float = 1.0, most: float = 1.0) -> tuple[FloatArray, FloatArray]:
+def normals(draw: Draw, m: int, n: int, d: int) -> Pairs:
+    rows, columns = (draw.standard_normal((size, d)) for size in (m, n))
+    return rows, columns
+
+
+def signs(draw: Draw, m: int, n: int, d: int) -> Pairs:
+    """Entries in {-1, 0, 1}."""
+    rows, columns = (draw.integers(-1, 2, (size, d)).astype(np.float64) for size in (m, n))
+    return rows, columns
+
+
+def units(
+    draw: Draw, m: int, n: int, d: int, of: Callable[[FloatArray], FloatArray] = lambda x: x, sign: float = 1.0
+) -> Pairs:
+    """Unit rows, and columns times a sign, in the directions of a function of normal features."""
+    rows, columns = (unit(of(x)) for x in normals(draw, m, n, d))
+    return rows, sign * columns
+
+
+def pairs(draw: Draw, b: int, d: int, least: float = 1.0, most: float = 1.0) -> Pairs:
     """Unit pairs like a model's: a column is one part noise and ``least`` to ``most`` parts its row."""
     rows = unit(draw.standard_normal((b, d)))
     return rows, unit(np.linspace(least, most, b)[:, None] * rows + unit(draw.standard_normal((b, d))))
 
 
-def certain_pairs(draw: Draw, b: int, d: int) -> tuple[FloatArray, FloatArray]:
-    """Unit pairs of a trained model: each column is far closer to its row than to any other."""
+def certain_pairs(draw: Draw, b: int, d: int, turned: int = 0) -> Pairs:
+    """Unit pairs of a trained model: a column is far closer to its row, or to one so far above, than to any other."""
     rows = unit(draw.standard_normal((b, d)))
-    return rows, unit(rows + draw.standard_normal((b, d)) / (2 * np.sqrt(d)))
+    return rows, np.roll(unit(rows + draw.standard_normal((b, d)) / (2 * np.sqrt(d))), turned, axis=0)
 
 
 def softmax_problem(
@@ -61,7 +85,7 @@ def softmax_problem(
         rows,
         blocks,
         round_to(scale, "float32"),
-        round_to(row_weight, "float32"),
+        np.zeros(m),
         np.zeros(m),
         positives=positives,
         excluded=excluded,
@@ -69,13 +93,42 @@ def softmax_problem(
         column_ids=None if ids is None else ids[1],
         match=match,
     )
+    return targeted(bare, row_weight, column_weight)
+
+
+def targeted(bare: Problem, row_weight: FloatArray, column_weight: FloatArray | None) -> Problem:
+    """A problem with these weights, rounded to float32, and targets 1 / (positives of the row, or of the column)."""
     _, positive = masks(bare)
-    counts = positive.sum(axis=1), positive.sum(axis=0)
-    targets = [np.where(count == 0, 0.0, 1 / np.maximum(count, 1)) for count in counts]
+    row_target, column_target = (
+        np.where(count == 0, 0.0, 1 / np.maximum(count, 1)) for count in (positive.sum(axis=1), positive.sum(axis=0))
+    )
+    found = replace(bare, row_weight=round_to(row_weight, "float32"), row_target=row_target)
     if column_weight is None:
-        return replace(bare, row_target=targets[0])
-    weight = round_to(column_weight, "float32")
-    return replace(bare, row_target=targets[0], column_weight=weight, column_target=targets[1])
+        return found
+    return replace(found, column_weight=round_to(column_weight, "float32"), column_target=column_target)
+
+
+def with_limits(problem: Problem) -> Problem:
+    """The problem with limits that leave out about a third of each row's and of each column's negatives.
+
+    A limit lies in the middle of the widest gap, far from every logit: a rounding moves none across. No number of
+    features must be such that all of a row's logits are alike.
+    """
+    x = float64(problem.scale) * (float64(problem.rows) @ np.concatenate(problem.columns).T)
+    x = x + (0.0 if problem.bias is None else float(problem.bias))
+    limits = [_in_widest_gaps(each) for each in (x, x.T)]
+    return replace(problem, row_limits=limits[0], column_limits=None if problem.column_weight is None else limits[1])
+
+
+def _in_widest_gaps(x: FloatArray) -> FloatArray:
+    """The middle of the widest gap in the upper half of each row, in float32; inf where all are alike."""
+    upper = np.sort(x, axis=1)[:, x.shape[1] // 2 :]
+    if upper.shape[1] < 2:
+        return np.full(len(x), np.inf)
+    gaps = np.diff(upper, axis=1)
+    at = gaps.argmax(axis=1)[:, None]
+    low, gap = (np.take_along_axis(each, at, axis=1)[:, 0] for each in (upper, gaps))
+    return round_to(np.where(gap > 0.02 * np.abs(x).max(axis=1), low + gap / 2, np.inf), "float32")
 
 
 def sigmoid_problem(problem: Problem, bias: float) -> Problem:

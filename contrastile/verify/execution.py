@@ -14,6 +14,7 @@ from contrastile import compute
 from contrastile.backends.arrays import FLOATS, ArrayLibrary
 from contrastile.backends.contract import Array, Backend, LseFunction, Options, SideStatistics, Statistics
 from contrastile.backends.pairs import head
+from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules import local, triangle
 from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import STATISTICS, Outcome
@@ -49,7 +50,7 @@ def materialise(problem: Problem, backend: Backend, dtype: str, device: str = "c
 
 
 _NO_GRADIENTS = local.Gradients(None, (), None, None)
-_STATE = ("scale", "bias", "row_weight", "row_target", "column_weight", "column_target")
+_STATE = ("scale", "bias", "row_weight", "row_target", "column_weight", "column_target", "row_limits", "column_limits")
 _INDICES = ("positives", "excluded", "row_ids", "column_ids")
 
 
@@ -64,7 +65,7 @@ def outcome(
     dtype: str,
     device: str = "cpu",
     options: Options = Options(),  # noqa: B008 (frozen)
-    upstream: float = 1.0,
+    upstream: float | FloatArray = 1.0,
     want: Want = "every",
 ) -> Outcome:
     """The backend's loss, statistics and gradients of ``upstream * loss``.
@@ -87,7 +88,8 @@ def outcome(
     """
     arrays = backend.arrays
     native = materialise(problem, backend, dtype, device)
-    upstream_gradient = arrays.asarray(upstream, backend.state(dtype), native.scale)
+    # bars are float64
+    upstream_gradient = arrays.asarray(upstream, "float64" if np.ndim(upstream) else backend.state(dtype), native.scale)
     wanted = every_gradient(native) if want == "every" else want
     parts: list[Statistics] = []
     lses: list[Array] = []

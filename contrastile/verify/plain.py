@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contrastile.backends.contract import Accuracy, state_dtype
-from contrastile.oracle.arrays import BoolArray, FloatArray, float64
+from contrastile.oracle.arrays import FloatArray, float64
 from contrastile.schedules.problem import Problem
 from contrastile.verify.comparison import GRADIENT, NOTHING, Worst, parts
 from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
@@ -82,7 +82,7 @@ def plain_outcome(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) ->
     left, right = (_narrowed(x, accuracy.input_rounding) for x in (q, k))
     products = left @ right.T
     x = products * scale + state.type(t.bias)
-    if t.row is None:
+    if not t.sides:
         weight = np.asarray(problem.row_weight, state)[:, None]
         at = np.where(t.positive, -x, x)
         value = np.where(t.admitted, np.maximum(at, 0) + np.log1p(np.exp(-np.abs(at))), 0)
@@ -90,9 +90,9 @@ def plain_outcome(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) ->
         slope = np.where(t.positive, -1, 1) / (1 + np.exp(-at))
         G = np.where(t.admitted & (weight != 0), weight * slope, 0).astype(state)
     else:
-        loss, G = _direction(x, t.admitted, t.positive, t.row)
-        if t.column is not None:
-            across, G_across = _direction(x.T, t.admitted.T, t.positive.T, t.column)
+        loss, G = _direction(x, t.sides[0])
+        for side in t.sides[1:]:
+            across, G_across = _direction(x.T, side)
             loss, G = loss + across, G + G_across.T
     d_rows, d_columns = (round_to(scale * each, dtype) for each in (G @ k, G.T @ q))
     return Outcome(
@@ -100,7 +100,7 @@ def plain_outcome(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) ->
         rows=d_rows,
         columns=column_blocks(problem, d_columns),
         scale=float64((G * products).sum(dtype=state)),
-        bias=float64(G.sum(dtype=state)) if t.row is None else None,
+        bias=float64(G.sum(dtype=state)) if not t.sides else None,
     )
 
 
@@ -112,21 +112,21 @@ def _narrowed(x: Matrix, rounding: float) -> Matrix:
     return np.ldexp(np.rint(mantissa / (2 * rounding)) * (2 * rounding), exponent).astype(x.dtype)
 
 
-def _direction(x: Matrix, admitted: BoolArray, positive: BoolArray, side: Direction) -> tuple[Any, Matrix]:
+def _direction(x: Matrix, side: Direction) -> tuple[Any, Matrix]:
     """One direction's loss ``-w sum_j y_ij log_softmax(x)_ij``, and its part of G, ``w (softmax(x) - y)``."""
-    state = x.dtype
-    weight, target = side.weight.astype(state)[:, None], np.where(positive, side.target.astype(state)[:, None], 0)
+    state, admitted = x.dtype, side.admitted
+    weight, target = side.weight.astype(state)[:, None], np.where(side.positive, side.target.astype(state)[:, None], 0)
     seen = np.where(admitted, x, -np.inf).astype(state)
     top = seen.max(axis=1, initial=-np.inf, keepdims=True)
     shifted = seen - np.where(np.isfinite(top), top, 0).astype(state)
     log_sum = np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=state))
     log_softmax = shifted - log_sum
-    # a pair that is not admitted has log_softmax -inf, and no target
-    nll = -np.where(target == 0, 0, target * np.where(admitted, log_softmax, 0)).sum(axis=1, dtype=state)
+    # a pair that is not side.admitted has log_softmax -inf, and no target
+    nll = -np.where(target == 0, 0, target * np.where(side.admitted, log_softmax, 0)).sum(axis=1, dtype=state)
     lse = (np.where(np.isfinite(top), top, 0).astype(state) + log_sum)[:, 0]
     terms = np.where(side.target == 0, lse, nll)
     loss = np.where(side.weight == 0, 0, weight[:, 0] * terms).sum(dtype=state)
-    G = np.where(admitted & (weight != 0), weight * (np.exp(log_softmax) - target), 0)
+    G = np.where(side.admitted & (weight != 0), weight * (np.exp(log_softmax) - target), 0)
     return loss, G.astype(state)
 
 
@@ -146,16 +146,16 @@ def _floor(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcom
     rounded_features = np.sqrt(2.0 * (t.q**2 @ (t.k**2).T)) * a.input_rounding
     logit = u * (terms + a.exp_ulps) + abs(t.scale) * rounded_features
     G = np.where(np.isfinite(t.G), t.G, 0.0)
-    if t.row is None:
+    if not t.sides:
         moved, differences = np.abs(G) * (logit + logit.max(initial=0.0)), np.zeros(G.shape)
     else:
         moved, differences = u * a.exp_ulps * np.abs(G), np.zeros(G.shape)
-        for side, swap in ((t.row, np.asarray), (t.column, np.transpose)):
-            if side is not None:
-                # those of float64 features are kept with what their rounding leaves
-                kept = 0.0 if dtype == "float64" else _kept_rounding(side)[:, None]
-                moved = moved + swap(_moved(side, swap(logit)) + kept * np.abs(swap(G)))
-                differences = differences + swap(_differences(side, swap(t.positive), a))
+        swaps: tuple[Callable[[FloatArray], FloatArray], ...] = (np.asarray, np.transpose)
+        for side, swap in zip(t.sides, swaps, strict=False):
+            # those of float64 features are kept with what their rounding leaves
+            kept = 0.0 if dtype == "float64" else _kept_rounding(side)[:, None]
+            moved = moved + swap(_moved(side, swap(logit)) + kept * np.abs(swap(G)))
+            differences = differences + swap(_differences(side, a))
     rounded = (
         (a.gradient_rounding + a.unit) * np.abs(G)
         + a.unit * differences
@@ -170,7 +170,7 @@ def _floor(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcom
     rows = features(entry, t.k, t.outcome.rows)
     places = [where for where, _ in problem.blocks()]
     columns = [features(entry.T[where], t.q, exact) for where, exact in zip(places, t.outcome.columns, strict=True)]
-    loss = np.abs(G * logit).sum() + (0.0 if t.row is None else _excess_rounding(t, a))
+    loss = np.abs(G * logit).sum() + _excess_rounding(t, a)
 
     def number(factor: FloatArray | float, inexact: FloatArray | float) -> float:
         alike = np.where(t.positive, rounded * np.abs(factor), 0.0).sum()
@@ -204,20 +204,17 @@ def _kept_rounding(side: Direction) -> FloatArray:
     return float64(UNIT["float64"] * (sizes[0] + sizes[1]))
 
 
-def _differences(side: Direction, positive: BoolArray, a: Accuracy) -> FloatArray:
+def _differences(side: Direction, a: Accuracy) -> FloatArray:
     """The errors of w p and w t at pairs of several positives, in units; (own, other). G is their difference there.
 
     Each is rounded once, and an exponential has an error of its own.
     """
-    several = positive & (positive.sum(axis=1) > 1)[:, None]
+    several = side.positive & (side.positive.sum(axis=1) > 1)[:, None]
     terms = np.abs(side.weight)[:, None] * ((1 + a.exp_ulps) * np.nan_to_num(side.p) + np.abs(side.target)[:, None])
     return float64(np.where(several, terms, 0.0))
 
 
 def _excess_rounding(t: Truth, a: Accuracy) -> float:
     """One rounding of every row's and column's term of the loss, and of the log-sum-exps that it is made of."""
-    sides = [side for side in (t.row, t.column) if side is not None]
-    terms = [a.unit * np.abs(s.nll) + _kept_rounding(s) for s in sides]
-    return float(
-        sum(np.where(s.weight == 0, 0.0, np.abs(s.weight) * x).sum() for s, x in zip(sides, terms, strict=True))
-    )
+    terms = [(np.abs(s.weight), a.unit * np.abs(s.nll) + _kept_rounding(s)) for s in t.sides]
+    return float(sum(np.where(weight == 0, 0.0, weight * x).sum() for weight, x in terms))

@@ -1,19 +1,19 @@
-"""Transformed problems (permuted, regrouped, doubled, shifted), and outcomes mapped back to the original order."""
+"""Transformed problems (permuted, regrouped, doubled), and outcomes folded or multiplied."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from contrastile.oracle.arrays import IntArray
 from contrastile.schedules.problem import Problem
-from contrastile.verify.truth import STATISTICS, Outcome, masks
+from contrastile.verify.truth import Outcome, masks
 
-ROW_VECTORS = ("row_weight", "row_target", "row_ids")
-COLUMN_VECTORS = ("column_weight", "column_target", "column_ids")
+ROW_VECTORS = ("row_weight", "row_target", "row_ids", "row_limits")
+COLUMN_VECTORS = ("column_weight", "column_target", "column_ids", "column_limits")
 POINTERS = ("positives", "excluded")
 
 
@@ -31,11 +31,6 @@ def split(joined: Any, parts: Sequence[int]) -> tuple[Any, ...]:
 def regrouped(problem: Problem, parts: Sequence[int]) -> Problem:
     """The same columns in blocks of other sizes, which must add up to n."""
     return replace(problem, columns=split(np.concatenate(problem.columns), parts))
-
-
-def regrouped_outcome(outcome: Outcome, parts: Sequence[int]) -> Outcome:
-    """The same outcome with its columns in blocks of these sizes."""
-    return replace(outcome, columns=split(np.concatenate(outcome.columns), parts))
 
 
 def permuted(problem: Problem, rows: IntArray, columns: IntArray) -> Problem:
@@ -59,18 +54,6 @@ def redirected(pointers: Any, columns: IntArray) -> Any:
     moved = pointers.copy()
     moved[inside] = place[pointers[inside]]
     return moved
-
-
-def unpermuted(outcome: Outcome, rows: IntArray, columns: IntArray) -> Outcome:
-    """The outcome of a ``permuted`` problem in the original order."""
-    back, place = np.argsort(rows), np.argsort(columns)
-    parts = [x.shape[0] for x in outcome.columns]
-    return replace(
-        outcome,
-        **{name: take(getattr(outcome, name), back if name.startswith("row") else place) for name in STATISTICS},
-        rows=outcome.rows[back],
-        columns=split(np.concatenate(outcome.columns)[place], parts),
-    )
 
 
 def doubled(problem: Problem) -> Problem:
@@ -116,32 +99,9 @@ def is_symmetric(problem: Problem) -> bool:
     return np.array_equal(problem.rows, problem.columns[0]) and all(np.array_equal(x, x.T) for x in masks(problem))
 
 
-def apart(problem: Problem) -> Problem:
-    """Rows against themselves as rows against equal columns, of which there are a truth and bounds."""
-    return problem if problem.columns else replace(problem, columns=(problem.rows,))
-
-
 def folded(outcome: Outcome) -> Outcome:
     """The same of features that are rows and columns at once: their gradient is the sum of both."""
     return replace(outcome, rows=outcome.rows + outcome.columns[0], columns=())
-
-
-def shifted(problem: Problem, by: float) -> tuple[Problem, float]:
-    """The problem with about ``by`` added to every logit, and how much exactly: the bias stays a float32."""
-    old = 0.0 if problem.bias is None else float(problem.bias)
-    new = float(np.float32(old + by))
-    return replace(problem, bias=np.asarray(new)), new - old
-
-
-def combined(operation: Callable[[Any, Any], Any], a: Outcome, b: Outcome) -> Outcome:
-    """``operation`` on two outcomes, array by array; None where either has none."""
-
-    def join(x: Any, y: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(join(*pair) for pair in zip(x, y, strict=True))
-        return None if x is None or y is None else operation(x, y)
-
-    return Outcome(**{f.name: join(getattr(a, f.name), getattr(b, f.name)) for f in fields(Outcome)})
 
 
 def scaled(outcome: Outcome, by: float, names: Sequence[str]) -> Outcome:

@@ -1,4 +1,8 @@
-"""The public ``statistics``: N, P and D, and the gradients of a loss of them that nobody has, alone and over ranks."""
+"""N, P and D, and the gradients of losses of them that nobody has: of every case, and by the public ``statistics``.
+
+A loss of the statistics is known to a backend by its bars alone (``contract.Bars``): what is right for any bars is
+right for any such loss.
+"""
 
 from __future__ import annotations
 
@@ -9,35 +13,31 @@ from typing import Any
 import numpy as np
 
 from contrastile import losses
-from contrastile.backends.contract import Bars, state_dtype
+from contrastile.backends.contract import state_dtype
 from contrastile.comm.communicator import Communicator
-from contrastile.oracle.arrays import float64
+from contrastile.oracle.arrays import FloatArray, float64
 from contrastile.oracle.pairs import target_weights
 from contrastile.schedules.placement import Shards
 from contrastile.schedules.problem import Problem
 from contrastile.verify.arithmetic import Spread
-from contrastile.verify.bars import bound_of_bars, drawn_bars, truth_of_bars
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import GRADIENT, Comparisons, Worst, compare
-from contrastile.verify.draws import pairs
+from contrastile.verify.draws import pairs, with_limits
 from contrastile.verify.execution import putter
 from contrastile.verify.rearrange import folded
-from contrastile.verify.rounding import UNIT, round_to
+from contrastile.verify.rounding import round_to
 from contrastile.verify.shards import Cut, shares
-from contrastile.verify.trial import Property, Subject
+from contrastile.verify.trial import Property, SkipError, Subject, Trial
 from contrastile.verify.truth import Outcome, masks, truth
 from contrastile.verify.worlds import judged
 
 _M, _N, _WIDTH = 37, 53, 20
-_FIELDS = (
-    *(f"{side}_{name}" for side in ("row", "column") for name in ("negative_lse", "positive_lse", "positive_sum")),
-)
 
 
-def _problems(dtype: str) -> Iterator[tuple[str, Problem]]:
-    """Problems of every kind of pairs, whose weights are 1: an outcome's statistics and bounds know no others."""
+def _problems(subject: Subject) -> Iterator[tuple[str, Problem]]:
+    """Problems of every kind of pairs that the backend takes."""
     draw = np.random.default_rng(23)
-    both = [round_to(x, dtype) for x in pairs(draw, _N, _WIDTH)]
+    both = [round_to(x, subject.dtype) for x in pairs(draw, _N, _WIDTH)]
     rows, columns, scale = both[0][:_M], both[1], float64(12.5)
     ids, of_columns, where = draw.integers(0, 9, _M), draw.integers(0, 9, _N), draw.integers(0, _N, _M)
     blocks = (columns[:_M], columns[_M:])
@@ -51,57 +51,63 @@ def _problems(dtype: str) -> Iterator[tuple[str, Problem]]:
     }
     for kind, given in kinds.items():
         given = {"columns": (columns,), **given}
-        made = Problem(rows=rows, scale=scale, row_weight=np.ones(_M), row_target=np.ones(_M), **given)
+        ones = np.ones(_M)
+        made = Problem(rows=rows, scale=scale, row_weight=ones, row_target=ones, kind="statistics", **given)
         _, positive = masks(made)
         target, over = (target_weights(x).max(axis=1, initial=0.0) for x in (positive, positive.T))
         two_sided = {} if made.excluded is not None else {"column_weight": np.ones(len(over)), "column_target": over}
-        yield kind, replace(made, row_target=target, **two_sided)
+        yield kind, (stated := replace(made, row_target=target, **two_sided))
+        if kind == "as many columns" and subject.takes_limits:
+            yield "limits", with_limits(stated)
+
+
+def bars(trial: Trial) -> Comparisons:
+    """The gradients of any loss of N, P and D, whose derivatives by these are drawn, agree with the oracle's."""
+    trial.only_small()
+    if trial.problem.kind == "sigmoid":
+        raise SkipError("the sigmoid loss has no statistics")
+    trial.only_finite()
+    subject, problem, random = trial.subject, replace(trial.problem, kind="statistics"), trial.random()
+    forms = {"gradients": replace(subject.backend, finished=None)}
+    if subject.backend.finished is not None:
+        forms["finished"] = subject.backend
+    for label, by_spread in (("drawn", 1.0), ("without D", 0.0)):
+        drawn = _drawn(random, problem)
+        drawn[2] *= by_spread
+        oracle = truth(problem, drawn)
+        bound = subject.bounds(problem, oracle, drawn)
+        for form, backend in forms.items():
+            got = subject.run(problem, backend, upstream=drawn)
+            yield f"{label}, {form}", compare(got, oracle.outcome, bound, ("loss", *GRADIENT))
+
+
+def _drawn(random: np.random.Generator, problem: Problem) -> FloatArray:
+    """Bars of three orders of magnitude, some of them 0: of a mean, whose gradients no dtype is too narrow for."""
+    sizes = [len(x) for x in (problem.row_weight, problem.column_weight) if x is not None]
+    shape, size = (3, sum(sizes)), np.repeat(sizes, sizes)
+    kept = random.random(shape) < 0.8
+    return float64(random.standard_normal(shape) * 10.0 ** random.uniform(-3, 0, shape) * kept / size)
 
 
 class _Expected:
     """What is right of a problem, within which bounds, and the bars of the loss."""
 
     def __init__(self, problem: Problem, subject: Subject, spread: Spread | None = None) -> None:
-        exact, how = truth(problem), (subject.accuracy, subject.dtype)
-        sides = [side for side in (exact.row, exact.column) if side is not None]
-        random = np.random.default_rng(7)
-        bars = [drawn_bars(random, side, even=False) for side in sides]
+        self.bars = _drawn(np.random.default_rng(7), problem)
+        n, p, _ = truth(problem, self.bars).outcome.loss
         # of what is -inf there is no loss
-        self.bars = [
-            Bars(
-                *(
-                    np.where(np.isfinite(x), bar, 0.0)
-                    for x, bar in zip((s.negative_lse, s.positive_lse, s.positive_lse), each, strict=True)
-                )
-            )
-            for s, each in zip(sides, bars, strict=True)
-        ]
-        known = truth_of_bars(exact, [*self.bars, None][:2])
-        allowed = bounds(problem, exact, *how, spread=spread)
-        gradients = bound_of_bars(problem, known, self.bars, *how, subject.options, spread)
-        self.itself = problem.excluded is not None
-        found = (known.outcome, gradients)
-        outcome, bound = map(folded, found) if self.itself else found
-        values: dict[str, Any] = {}
-        errors: dict[str, Any] = {}
-        for name, side in zip(("row", "column"), sides, strict=False):
-            n, p, s = (getattr(allowed, f"{name}_{x}") for x in ("negative_lse", "positive_lse", "positive_sum"))
-            mean, there = side.target * side.positive_sum, np.isfinite(side.positive_lse)
-            size = UNIT["float64"] * 4 * (np.abs(mean) + np.where(there, np.abs(side.positive_lse), 0.0))
-            spread_of = np.where(there, side.positive_lse - mean, 0.0)
-            errors |= dict(zip(_FIELDS[3 * (name == "column") :], (n, p, p + side.target * s + size), strict=False))
-            values |= dict(
-                zip(_FIELDS[3 * (name == "column") :], (side.negative_lse, side.positive_lse, spread_of), strict=False)
-            )
-        # D stands where an outcome has the sum of the positives
-        self.outcome, self.bound = replace(outcome, **values), replace(bound, **errors)
+        self.bars *= np.isfinite([n, p, p])
+        exact = truth(problem, self.bars)
+        bound = bounds(problem, exact, subject.accuracy, subject.dtype, self.bars, subject.options, spread)
+        self.outcome, self.bound = exact.outcome, bound
+        if problem.excluded is not None:
+            self.outcome, self.bound = folded(exact.outcome), folded(bound)
 
     def compare(self, got: Outcome) -> Worst:
-        fields = [x for x in _FIELDS if getattr(self.outcome, x) is not None and getattr(got, x) is not None]
-        return compare(got, self.outcome, self.bound, [*fields, *(GRADIENT[:3] if got.rows is not None else ())])
+        return compare(got, self.outcome, self.bound, ("loss", *(GRADIENT[:3] if got.rows is not None else ())))
 
 
-def _called(problem: Problem, bars: Sequence[Bars], subject: Subject, **settings: Any) -> Outcome:
+def _called(problem: Problem, bars: FloatArray, subject: Subject, **settings: Any) -> Outcome:
     """The statistics of a problem by the public function, and where there is autograd the gradients of their loss."""
     arrays = subject.backend.arrays
     put = putter(arrays, subject.device)
@@ -113,31 +119,29 @@ def _called(problem: Problem, bars: Sequence[Bars], subject: Subject, **settings
             x.requires_grad_()
     names = ("positives", "row_ids") if itself else ("positives", "row_ids", "column_ids")
     keywords = {name: put(x, "int64") for name in names if (x := getattr(problem, name)) is not None}
+    limits = ("row_limits", "column_limits") if problem.row_limits is not None else ()
+    keywords |= {name: put(getattr(problem, name), state_dtype(subject.dtype)) for name in limits}
     if problem.match == "target":
         keywords["ids_are"] = "positives"
+    found: Any
     if itself:
-        found = losses.statistics(rows, None, scale, **keywords, **settings)
+        found = losses.statistics(rows, None, scale, **keywords, **settings)[:1]
     else:
         found = losses.statistics(rows, columns[0], scale, negatives=columns[1:], **keywords, **settings)
-    values = dict(zip(_FIELDS, (x for side in found for x in side), strict=True))
+    value = np.concatenate([[arrays.to_numpy(x) for x in side] for side in found], axis=1)
     gradients: Any = (None, (), None)
     if by_autograd:
         import torch
 
-        given = [
-            (x, put(bar, "float64"))
-            for s, each in zip(found, bars, strict=False)
-            for x, bar in zip(s, each, strict=True)
-        ]
+        given = put(bars, "float64")
         # a bar of 0 times -inf would be NaN
-        total: Any = sum((torch.where(bar == 0, torch.zeros_like(x), x) * bar).sum() for x, bar in given)
-        total.backward()
-        of_columns = () if itself else tuple(float64(arrays.to_numpy(x.grad)) for x in columns)
-        gradients = float64(arrays.to_numpy(rows.grad)), of_columns, float64(arrays.to_numpy(scale.grad))
-    taken: dict[str, Any] = {
-        name: float64(arrays.to_numpy(x)) for name, x in values.items() if not (itself and name[0] == "c")
-    }
-    return Outcome(np.zeros(()), *gradients, **taken)
+        total = torch.where(given == 0, 0.0, torch.cat([torch.stack(tuple(side)) for side in found], 1)) * given
+        total.sum().backward()
+        of_rows, *of_columns, of_scale = (
+            float64(arrays.to_numpy(x.grad)) for x in (rows, *([] if itself else columns), scale)
+        )
+        gradients = of_rows, tuple(of_columns), of_scale
+    return Outcome(float64(value), *gradients)
 
 
 def alone(subject: Subject, case: str) -> Comparisons:
@@ -145,7 +149,7 @@ def alone(subject: Subject, case: str) -> Comparisons:
     ways: dict[str, dict[str, Any]] = {"": {}, ", a tile of 9": {"tile": 9}}
     if subject.backend.arrays.name == "torch":
         ways[", blocks of 9"] = {"block": 9}
-    for kind, problem in _problems(subject.dtype):
+    for kind, problem in _problems(subject):
         expected = _Expected(problem, subject)
         for way, settings in ways.items():
             if way and kind not in ("ids", "labels"):
@@ -160,7 +164,7 @@ def over_ranks(subject: Subject, case: str) -> Comparisons:
     world = subject.ranks
     weights = [(2 * r + 3) % 5 for r in range(world.size)]
     by_autograd = not (subject.device == "cuda" and world.can_be_late and world.size > 1)
-    for kind, problem in _problems(subject.dtype):
+    for kind, problem in _problems(subject):
         if kind == "blocks":
             continue
         for turn, exchange in enumerate(("ring", "gather", "replicate")):
@@ -179,26 +183,21 @@ def _of_ranks(
 
     def program(communicator: Communicator) -> Outcome:
         rank = communicator.rank
-        places = cut.rows(rank), cut.columns(rank, 0)
-        bars = [Bars(*(x[where] for x in each)) for each, where in zip(expected.bars, places, strict=False)]
-        return _called(
-            cut.part(rank), bars, subject, backend=subject.name, group=communicator, **subject.settings, **how
-        )
+        places = np.arange(_M)[cut.rows(rank)], _M + np.arange(sum(over))[cut.columns(rank, 0)]
+        own = np.concatenate(places[: 1 + (problem.column_weight is not None)])
+        how_here = {"backend": subject.name, "group": communicator, **subject.settings, **how}
+        return _called(cut.part(rank), expected.bars[:, own], subject, **how_here)
 
     parts = subject.ranks.run(program)
 
     def judge() -> Worst:
-        first = parts[0]
-        values: dict[str, Any] = {
-            name: np.concatenate([getattr(x, name) for x in parts])
-            for name in _FIELDS
-            if getattr(first, name) is not None
-        }
-        if first.rows is None:
-            return expected.compare(replace(first, **values))
+        each = [np.split(x.loss, [size], axis=1) for x, size in zip(parts, rows, strict=True)]
+        value = np.concatenate([x for side in zip(*each, strict=True) for x in side], axis=1)
+        if parts[0].rows is None:
+            return expected.compare(replace(parts[0], loss=value))
         joined = tuple(np.concatenate(x) for x in zip(*(part.columns for part in parts), strict=True))
         gradients = np.concatenate([part.rows for part in parts]), joined, float64(sum(part.scale for part in parts))
-        return expected.compare(Outcome(first.loss, *gradients, **values))
+        return expected.compare(Outcome(value, *gradients))
 
     return judged(subject.ranks, judge)
 

@@ -1,278 +1,90 @@
-"""Problems drawn by hypothesis: ragged, hot, signed, masked, split, of one direction or two, rows with themselves."""
+"""Problems drawn at random: ragged, hot, signed, masked, split, of one direction or two, rows with themselves.
+
+A problem has a number. The first are the smallest: hypothesis draws numbers, and shrinks one that fails.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from contrastile.backends.contract import Options, UnsupportedProblemError
-from contrastile.oracle.arrays import FloatArray, IntArray
+from contrastile.oracle.arrays import BoolArray, FloatArray, IntArray, float64
+from contrastile.oracle.general import logits
 from contrastile.reporting import one_line
 from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
-from contrastile.verify.comparison import NOTHING, Comparisons, Worst, compare, wrong
+from contrastile.verify.comparison import Comparisons, Worst, compare, wrong
+from contrastile.verify.draws import Draw, Pairs, signs, targeted, with_limits
 from contrastile.verify.plain import as_it_is, compare_with_plain
 from contrastile.verify.rounding import round_to
-from contrastile.verify.truth import masks, truth
+from contrastile.verify.truth import masks, truth, within
 
 if TYPE_CHECKING:
-    from hypothesis.strategies import SearchStrategy
-
     from contrastile.verify.trial import Subject
 
-T = TypeVar("T")
+CASE = "drawn"
 REFUSED_SHARE = 0.25
 """A backend that refuses a larger share of the problems of a dtype that it claims is not verified."""
-FEATURES = ("normal", "signs", "twins", "trained")
 NOISIER_DRAWN = 5.0
 """As ``plain.NOISIER``, of drawn problems on a host: of tens of thousands some meet with a lucky plain computation."""
-PAIRS = ("diagonal", "random", "none", "drop", "labels", "itself")
-WEIGHTS = ("mean", "signed")
 SCALES = (1.0, 0.0, 14.0, 100.0, 200.0, -3.0)
+_LEAST = 3
+"""Most rows and columns of the first problem; of each later one there may be one more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """A problem in a few numbers, so that a failure can be shrunk, printed on one line and given to ``--case``.
+class Drawn:
+    """A problem, and how it is to be computed.
 
     Attributes:
-        m: rows.
-        n: columns.
-        d: width.
-        kind: "softmax" or "sigmoid".
-        features: "normal" unit vectors; "signs", in {-1, 0, 1}; "twins", a few vectors repeated; "trained", pairs
-            that nearly agree.
-        scale: any number.
-        bias: any number; 0 means none for a softmax loss.
-        weights: "mean", 1 / m; "signed", any sign and some of them 0.
-        two_sided: whether columns have weights, too.
-        pairs: positives on the diagonal, at random columns, nowhere; equal ids dropped; labels; labels with each row's
-            own column excluded.
-        blocks: column blocks, some of which may be empty; 0 for rows against themselves, of a softmax loss, where n,
-            two_sided and the columns' features say nothing.
-        tile_rows: of the tile; 0 lets the backend choose.
-        tile_columns: of the tile.
-        seed: of the values.
+        problem: features are representable in their dtype, every other number in float32.
+        itself: whether the rows alone are to be given, which are the columns.
+        options: a tile, or the backend's.
+        random: what more is to be drawn for it comes from here.
     """
 
-    m: int
-    n: int
-    d: int
-    kind: str
-    features: str
-    scale: float
-    bias: float
-    weights: str
-    two_sided: bool
-    pairs: str
-    blocks: int
-    tile_rows: int
-    tile_columns: int
-    seed: int
-
-    CASE: ClassVar[str] = "drawn"
-
-    def __str__(self) -> str:
-        def written(x: Any) -> str:
-            return ".".join(map(str, x)) if isinstance(x, tuple) else str(x)
-
-        return f"{self.CASE}:" + ",".join(f"{f.name}={written(getattr(self, f.name))}" for f in fields(self))
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The recipe whose ``str`` is this text.
-
-        Raises:
-            ValueError: there is none.
-        """
-        read: dict[str, Callable[[str], Any]] = {
-            "int": int,
-            "float": float,
-            "str": str,
-            "bool": {"True": True, "False": False}.__getitem__,
-            "tuple[int, ...]": lambda x: tuple(map(int, x.split("."))),
-        }
-        try:
-            given = dict(item.split("=", 1) for item in text.removeprefix(f"{cls.CASE}:").split(","))
-            recipe = cls(**{f.name: read[str(f.type)](given.pop(f.name)) for f in fields(cls)})
-            if given or not recipe.sound:
-                raise ValueError
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"case must be {cls.CASE}:..., as a failure prints it, got {text!r}") from error
-        return recipe
-
-    @property
-    def sound(self) -> bool:
-        """Whether there is such a problem."""
-        chosen = (self.features, FEATURES), (self.pairs, PAIRS), (self.weights, WEIGHTS)
-        return min(self.m, self.n - 1) >= 0 and all(value in allowed for value, allowed in chosen)
-
-    @property
-    def options(self) -> Options:
-        return Options(tile=(self.tile_rows, self.tile_columns) if self.tile_rows else None)
-
-
-R = TypeVar("R", bound=Recipe)
-
-
-def recipes(of: type[R], **more: SearchStrategy[Any]) -> SearchStrategy[R]:
-    """All recipes of small problems, rows against themselves among them; shrinks to a square softmax of few rows.
-
-    Args:
-        of: their kind.
-        **more: its other fields.
-    """
-    from hypothesis import strategies as st
-
-    log_uniform = st.floats(-5.0, 5.0).map(lambda x: float(np.float32(np.exp(x))))
-    return st.builds(
-        of,
-        **more,
-        m=st.integers(1, 41) | st.just(0),
-        n=st.integers(1, 53),
-        d=st.integers(1, 37) | st.sampled_from((72, 128, 136, 200)),
-        kind=st.sampled_from(["softmax", "softmax", "sigmoid"]),
-        features=st.sampled_from(FEATURES),
-        scale=st.sampled_from(SCALES) | log_uniform,
-        bias=st.sampled_from([0.0, -10.0, 2.5, 20.0]),
-        weights=st.sampled_from(WEIGHTS),
-        two_sided=st.booleans(),
-        pairs=st.sampled_from(PAIRS),
-        blocks=st.integers(1, 3) | st.just(0),
-        tile_rows=st.just(0) | st.integers(1, 19),
-        tile_columns=st.integers(1, 19),
-        seed=st.integers(0, 2**32 - 1),
-    )
-
-
-def problem(recipe: Recipe, dtype: str) -> Problem:
-    """The recipe's problem: features representable in ``dtype``, every other number in float32.
-
-    As the contract requires, a target is 1 / positives or 0, and a row or column that admits nothing has weight 0.
-    """
-    random = np.random.default_rng(recipe.seed)
-    themselves = recipe.blocks == 0
-    m, n = recipe.m, recipe.m if themselves else recipe.n
-    two_sided = recipe.two_sided and recipe.kind == "softmax" and not themselves
-    rows, columns = (round_to(x, dtype) for x in _features(recipe, random))
-    labels: dict[str, Any] = {
-        "row_ids": random.integers(0, max(2, n // 3), m),
-        "column_ids": random.integers(0, max(2, n // 3), n),
-        "match": "drop" if recipe.pairs == "drop" else "target",
-    }
-    at_random = np.where(random.random(m) < 0.8, random.integers(0, max(1, n), m), n + 3)
-    if themselves:
-        columns, labels["column_ids"], at_random = rows, labels["row_ids"], _partners(m, random)
-    pairs: dict[str, Any] = {
-        "diagonal": {"positives": np.arange(m)},
-        "random": {"positives": at_random},
-        "none": {},
-        "drop": {"positives": at_random, **labels},
-        "labels": labels,
-        "itself": {"excluded": np.arange(m), **labels},
-    }[recipe.pairs]
-    cuts = np.sort(random.integers(0, n + 1, max(recipe.blocks, 1) - 1))
-    bare = Problem(
-        kind="sigmoid" if recipe.kind == "sigmoid" and not themselves else "softmax",
-        rows=rows,
-        columns=rearrange.split(columns, np.diff(cuts, prepend=0, append=n).tolist()),
-        scale=round_to(recipe.scale, "float32"),
-        bias=round_to(recipe.bias, "float32") if recipe.kind == "sigmoid" or recipe.bias else None,
-        row_weight=np.zeros(m),
-        row_target=np.zeros(m),
-        **pairs,
-    )
-    admitted, positive = masks(bare)
-
-    def side(axis: int) -> tuple[FloatArray, FloatArray]:
-        size, count = admitted.shape[1 - axis], positive.sum(axis=axis)
-        weight: FloatArray = np.full(size, 1.0 / max(size, 1))
-        if recipe.weights == "signed":
-            weight[:] = random.standard_normal(size) * (random.random(size) < 0.75)
-        target = np.where(count > 0, 1.0 / np.maximum(count, 1), 0.0)
-        return round_to(np.where(admitted.any(axis=axis), weight, 0.0), "float32"), target
-
-    weights: dict[str, Any] = dict(zip(("row_weight", "row_target"), side(1), strict=True))
-    if two_sided:
-        weights |= dict(zip(("column_weight", "column_target"), side(0), strict=True))
-    return replace(bare, **weights)
-
-
-def _partners(m: int, random: np.random.Generator) -> IntArray:
-    """Positives that name each other; of an odd number one row names itself."""
-    order, partner = random.permutation(m), np.arange(m)
-    first, second = order[0 : m - 1 : 2], order[1::2]
-    partner[first], partner[second] = second, first
-    return partner
-
-
-def _features(recipe: Recipe, random: np.random.Generator) -> tuple[FloatArray, FloatArray]:
-    m, n, d = recipe.m, recipe.n, recipe.d
-    if recipe.features == "signs":
-        return tuple(random.integers(-1, 2, (size, d)).astype(np.float64) for size in (m, n))  # type: ignore[return-value]
-    rows, columns = (random.standard_normal((size, d)) for size in (m, n))
-    if recipe.features == "twins":
-        rows, columns = (x[np.arange(len(x)) % 3] if len(x) > 3 else x for x in (rows, columns))
-    if recipe.features == "trained":
-        rows = columns[np.arange(m) % n] + 0.1 * rows
-    rows, columns = (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-3) for x in (rows, columns))
-    return rows, columns
-
-
-CASE = Recipe.CASE
+    problem: Problem
+    itself: bool
+    options: Options
+    random: Draw
 
 
 def drawn(subject: Subject, case: str) -> Comparisons:
-    """Problems drawn by hypothesis give the oracle's value and gradients; the label is the shrunk recipe.
+    """Problems that hypothesis draws give the oracle's value and gradients; the label is the number of the worst.
 
     On a host their errors are at most five times a plain computation's.
 
-    A case "drawn:..." is one recipe, and nothing is drawn.
+    A case "drawn:17" is that problem alone.
     """
-    if case != Recipe.CASE:
-        recipe = Recipe.parse(case)
-        yield str(recipe), _compare(recipe, subject)
+
+    def judge(each: Drawn) -> Worst:
+        return _compare(each, subject)
+
+    if case != CASE:
+        yield from searched(subject, case, judge)
         return
-    yield search(recipes(Recipe), lambda recipe: _compare(recipe, subject), subject)
-
-
-class _FoundError(Exception):
-    pass
-
-
-def search(recipes: SearchStrategy[T], compare: Callable[[T], Worst], subject: Subject) -> tuple[str, Worst]:
-    """The worst of all recipes drawn, or the smallest that fails: its text, and the result of ``compare``.
-
-    Raises:
-        UnsupportedProblemError: nothing failed, and the backend refused too many of the problems.
-    """
     import hypothesis
-    import hypothesis.errors
+    from hypothesis import strategies as st
 
-    worst: tuple[str, Worst] = ("", NOTHING)
-    failed: list[tuple[str, Worst]] = []
+    found: list[tuple[str, Worst]] = []
     refusals: list[str] = []
-    drawn = 0
 
-    def test(recipe: T) -> None:
-        nonlocal worst, drawn
-        drawn += 1
+    def test(number: int) -> None:
         try:
-            found = str(recipe), compare(recipe)
+            worst = judge(problem(subject.seed, number, subject.dtype))
         except UnsupportedProblemError as reason:
             refusals.append(str(reason))
             return
         except Exception as error:
-            found = str(recipe), wrong(one_line(error))
-        worst = max(worst, found, key=lambda each: each[1].ratio)
-        if not found[1].ratio < 1:
-            failed.append(found)
-            raise _FoundError
+            worst = wrong(one_line(error))
+        found.append((f"{CASE}:{number}", worst))
+        assert worst.ratio < 1
 
     # versions differ in which there are
     checks: list[Any] = list(hypothesis.HealthCheck)
@@ -280,21 +92,19 @@ def search(recipes: SearchStrategy[T], compare: Callable[[T], Worst], subject: S
         max_examples=subject.examples,
         deadline=None,
         database=None,
-        derandomize=False,
-        print_blob=False,
         verbosity=hypothesis.Verbosity.quiet,
         phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
         suppress_health_check=checks,
     )
     try:
         with _temporary_home():
-            hypothesis.seed(subject.seed)(settings(hypothesis.given(recipes)(test)))()
-    except (_FoundError, hypothesis.errors.Flaky, ExceptionGroup):
+            hypothesis.seed(subject.seed)(settings(hypothesis.given(st.integers(0, 2**31))(test)))()
+    except (AssertionError, hypothesis.errors.Flaky, ExceptionGroup):
         # hypothesis replays the smallest failure last; a flaky failure may pass then, and counts all the same
-        return failed[-1]
-    if len(refusals) > REFUSED_SHARE * drawn:
-        raise UnsupportedProblemError(f"{len(refusals)} of {drawn} drawn problems refused, the last: {refusals[-1]}")
-    return worst
+        yield [each for each in found if not each[1].ratio < 1][-1]
+        return
+    _not_too_many(refusals, len(found) + len(refusals))
+    yield max(found, key=lambda each: each[1].ratio)
 
 
 @contextmanager
@@ -310,17 +120,139 @@ def _temporary_home() -> Iterator[None]:
             set_hypothesis_home_dir(None)
 
 
-def _compare(recipe: Recipe, subject: Subject) -> Worst:
-    drawn_problem = problem(recipe, subject.dtype)
-    oracle = truth(drawn_problem)
-    bound = subject.bounds(drawn_problem, oracle, options=recipe.options)
-    given, view = drawn_problem, as_it_is
-    if recipe.blocks == 0:
-        given, view = replace(drawn_problem, columns=()), rearrange.folded
-    got = subject.run(given, options=recipe.options)
+def _not_too_many(refusals: list[str], count: int) -> None:
+    """Raise UnsupportedProblemError if a backend refused too many of the problems."""
+    if len(refusals) > REFUSED_SHARE * count:
+        raise UnsupportedProblemError(f"{len(refusals)} of {count} drawn problems refused, the last: {refusals[-1]}")
+
+
+def numbered(case: str) -> int:
+    """The number of the problem that a case "drawn:17" names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    name, _, number = case.partition(":")
+    if not number.isdecimal():
+        raise ValueError(f"case must be {name}:NUMBER, as a failure prints it, got {case!r}")
+    return int(number)
+
+
+def searched(subject: Subject, case: str, judge: Callable[[Drawn], Worst]) -> Comparisons:
+    """Judge one problem after another, up to the first that fails.
+
+    Raises:
+        UnsupportedProblemError: nothing failed, and the backend refused too many of the problems.
+    """
+    name, one, _ = case.partition(":")
+    refusals: list[str] = []
+    numbers = [numbered(case)] if one else range(subject.examples)
+    for number in numbers:
+        try:
+            worst = judge(problem(subject.seed, number, subject.dtype))
+        except UnsupportedProblemError as reason:
+            refusals.append(str(reason))
+            continue
+        except Exception as error:
+            worst = wrong(one_line(error))
+        yield f"{name}:{number}", worst
+        if not worst.ratio < 1:
+            return
+    _not_too_many(refusals, len(numbers))
+
+
+def problem(seed: int, number: int, dtype: str) -> Drawn:
+    """The problem of this number.
+
+    As the contract requires, a target is 1 / positives or 0, and a row or column that admits nothing has weight 0.
+    """
+    random = np.random.default_rng([seed, number])
+    most = _LEAST + number
+    kind = "sigmoid" if random.random() < 1 / 3 else "softmax"
+    itself = kind == "softmax" and random.random() < 0.2
+    m, n = int(random.integers(0, min(41, most) + 1)), int(random.integers(1, min(53, most) + 1))
+    d = int(random.integers(1, 38) if random.random() < 0.8 else random.choice([72, 128, 136, 200]))
+    log_uniform = np.exp(random.uniform(-5.0, 5.0))
+    scale, bias = random.choice([*SCALES, log_uniform]), random.choice([0.0, -10.0, 2.5, 20.0])
+    rows, columns = (round_to(x, dtype) for x in _features(random, m, n, d))
+    labels: dict[str, Any] = {
+        "row_ids": random.integers(0, max(2, n // 3), m),
+        "column_ids": random.integers(0, max(2, n // 3), n),
+        "match": "target",
+    }
+    at_random = np.where(random.random(m) < 0.8, random.integers(0, max(1, n), m), n + 3)
+    if itself:
+        n, columns, labels["column_ids"], at_random = m, rows, labels["row_ids"], _partners(m, random)
+    pairs: list[dict[str, Any]] = [
+        {"positives": np.arange(m)},
+        {"positives": at_random},
+        {},
+        {**labels, "positives": at_random, "match": "drop"},
+        labels,
+        {**labels, "excluded": np.arange(m)},
+    ]
+    cuts = np.sort(random.integers(0, n + 1, 0 if itself else random.integers(0, 3)))
+    bare = Problem(
+        kind=kind,
+        rows=rows,
+        columns=rearrange.split(columns, np.diff(cuts, prepend=0, append=n).tolist()),
+        scale=round_to(scale, "float32"),
+        bias=round_to(bias, "float32") if kind == "sigmoid" or bias else None,
+        row_weight=np.zeros(m),
+        row_target=np.zeros(m),
+        **pairs[random.integers(0, len(pairs))],
+    )
+    two_sided = kind == "softmax" and not itself and random.random() < 0.5
+    if kind == "softmax" and not itself and random.random() < 0.2:
+        bare = with_limits(replace(bare, column_weight=np.zeros(n) if two_sided else None))
+    admitted, positive = masks(bare)
+    x = logits(rows, columns, bare.scale, 0.0 if bare.bias is None else float(bare.bias))
+    seen = within(admitted, positive, x, bare.row_limits), within(admitted.T, positive.T, x.T, bare.column_limits)
+    counted = [np.asarray(each.any(axis=1)) for each in seen]
+    signed = random.random() < 0.5
+
+    def weight(size: int, counts: BoolArray) -> FloatArray:
+        each = random.standard_normal(size) * (random.random(size) < 0.75)
+        each = each if signed else np.full(size, 1 / max(size, 1))
+        return np.where(counts, each, 0.0)
+
+    whole = targeted(bare, weight(m, counted[0]), weight(n, counted[1]) if two_sided else None)
+    tile = (int(random.integers(1, 20)), int(random.integers(1, 20))) if random.random() < 0.5 else None
+    return Drawn(whole, itself, Options(tile=tile), random)
+
+
+def _partners(m: int, random: Draw) -> IntArray:
+    """Positives that name each other; of an odd number one row names itself."""
+    order, partner = random.permutation(m), np.arange(m)
+    first, second = order[0 : m - 1 : 2], order[1::2]
+    partner[first], partner[second] = second, first
+    return partner
+
+
+def _features(random: Draw, m: int, n: int, d: int) -> Pairs:
+    """Unit vectors; entries in {-1, 0, 1}; a few vectors repeated; or pairs that nearly agree."""
+    kind = random.choice(["normal", "signs", "twins", "trained"])
+    if kind == "signs":
+        return signs(random, m, n, d)
+    rows, columns = (random.standard_normal((size, d)) for size in (m, n))
+    if kind == "twins":
+        rows, columns = (x[np.arange(len(x)) % 3] if len(x) > 3 else x for x in (rows, columns))
+    if kind == "trained":
+        rows = columns[np.arange(m) % n] + 0.1 * rows
+    rows, columns = (float64(x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-3)) for x in (rows, columns))
+    return rows, columns
+
+
+def _compare(each: Drawn, subject: Subject) -> Worst:
+    oracle = truth(each.problem)
+    bound = subject.bounds(each.problem, oracle, options=each.options)
+    given, view = each.problem, as_it_is
+    if each.itself:
+        given, view = replace(each.problem, columns=()), rearrange.folded
+    got = subject.run(given, options=each.options)
     worst = compare(got, view(oracle.outcome), view(bound))
     # where G is rounded to 16 bits, errors of features that are drawn twice add up
     if subject.device == "cpu" and subject.dtype != "float64" and subject.accuracy.gradient_rounding == 0:
         how = subject.accuracy, subject.dtype, NOISIER_DRAWN, view
-        worst = max(worst, compare_with_plain(drawn_problem, oracle, got, *how), key=lambda each: each.ratio)
+        worst = max(worst, compare_with_plain(each.problem, oracle, got, *how), key=lambda each: each.ratio)
     return worst

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from contrastile.backends.contract import Accuracy, Backend, Options
+from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.problem import Problem
-from contrastile.verify import facts
+from contrastile.verify import cases, facts
 from contrastile.verify.bounds import bounds
 from contrastile.verify.cases import Case
 from contrastile.verify.comparison import Comparisons, Worst, compare
-from contrastile.verify.execution import Want, outcome
+from contrastile.verify.execution import Want, materialise, outcome
 from contrastile.verify.truth import Outcome, Truth, truth
 from contrastile.verify.worlds import World
 
@@ -94,6 +95,13 @@ class Subject:
         return self.dtype if self.precision == "ieee" else f"{self.dtype}/{self.precision}"
 
     @property
+    def takes_limits(self) -> bool:
+        """Whether the backend takes problems whose rows and columns have limits."""
+        problem = cases.build("limits", self.dtype).problem
+        ((_, block),) = materialise(problem, self.backend, self.dtype, self.device).blocks()
+        return self.backend.supports(block) is None
+
+    @property
     def options(self) -> Options:
         """How it computes, for a backend."""
         return Options(**self.settings)
@@ -120,14 +128,16 @@ class Subject:
         problem: Problem,
         backend: Backend | None = None,
         options: Options | None = None,
-        upstream: float = 1.0,
+        upstream: float | FloatArray = 1.0,
         want: Want = "every",
     ) -> Outcome:
         """``execution.outcome`` of this subject with its options, or of another backend that wraps it."""
         how = replace(options or Options(), **self.settings)
         return outcome(problem, backend or self.backend, self.dtype, self.device, how, upstream, want)
 
-    def bounds(self, problem: Problem, oracle: Truth, upstream: float = 1.0, options: Options | None = None) -> Outcome:
+    def bounds(
+        self, problem: Problem, oracle: Truth, upstream: float | FloatArray = 1.0, options: Options | None = None
+    ) -> Outcome:
         """The bounds of a problem, computed with these options."""
         return bounds(problem, oracle, self.accuracy, self.dtype, upstream, options)
 
@@ -137,7 +147,7 @@ class Subject:
         *,
         backend: Backend | None = None,
         options: Options | None = None,
-        upstream: float = 1.0,
+        upstream: float | FloatArray = 1.0,
     ) -> Worst:
         """Compare the outcome of a problem with its truth and bounds."""
         oracle = truth(problem, upstream)

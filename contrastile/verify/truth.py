@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,8 @@ class Outcome:
     """Loss, statistics and gradients of a problem: their values, or bounds on their errors. All float64.
 
     Attributes:
-        loss: 0-d, not multiplied by the upstream gradient.
+        loss: 0-d, not multiplied by the upstream gradient; of the kind "statistics" N, P and D of the rows and then, if
+            they have weights, of the columns, (3, m) or (3, m + n).
         rows: (m, d) dQ.
         columns: (n_c, d) dK for each column block.
         scale: 0-d dscale.
@@ -66,6 +68,9 @@ class Direction:
     """One direction of the softmax loss, seen from its own side: matrices are (own, other).
 
     Attributes:
+        x: (own, other) logits.
+        admitted: (own, other) bool.
+        positive: (own, other) bool.
         weight: (own,) not multiplied by the upstream gradient.
         target: (own,).
         negative_lse: (own,) N.
@@ -76,8 +81,12 @@ class Direction:
         q: (own, other) exp(x - P) on positive pairs, 0 elsewhere.
         negative_mass: (own,) sigma(N - P), the probability of all negatives; 1 where there is no positive.
         smoothed: (own,) what label smoothing moves from the positives to all columns: ``e w``.
+        bars: (3, own) derivatives by N, P and D of a loss that is known by these alone; None where the weights say it.
     """
 
+    x: FloatArray
+    admitted: BoolArray
+    positive: BoolArray
     weight: FloatArray
     target: FloatArray
     negative_lse: FloatArray
@@ -88,11 +97,17 @@ class Direction:
     q: FloatArray
     negative_mass: FloatArray
     smoothed: FloatArray
+    bars: FloatArray | None = None
 
     @property
     def lse(self) -> FloatArray:
         """L, (own,)."""
         return merge(self.negative_lse, self.positive_lse)
+
+    @property
+    def spread(self) -> FloatArray:
+        """D = P - t S, (own,); 0 where there is no positive."""
+        return np.where(self.positive.any(axis=1), self.positive_lse - self.target * self.positive_sum, 0.0)
 
 
 @dataclass(frozen=True)
@@ -112,9 +127,8 @@ class Truth:
         G: (m, n) gradient of the logits, upstream gradient included.
         row_sum: (m, d) G K.
         column_sum: (n, d) G^T Q.
-        row: the row direction, None for the sigmoid loss.
-        column: the column direction, None for the sigmoid loss and for a loss of one direction.
-        oracle_bounds: cache of ``bounds``: the oracle's own errors, by what they depend on.
+        sides: the row direction and, if there is one, the column direction; none of the sigmoid loss.
+        oracle_bounds: cache of ``bounds``: the oracle's own errors, by whether positives are separate.
     """
 
     outcome: Outcome
@@ -129,9 +143,8 @@ class Truth:
     G: FloatArray
     row_sum: FloatArray
     column_sum: FloatArray
-    row: Direction | None
-    column: Direction | None
-    oracle_bounds: dict[tuple[float, bool], Outcome] = field(default_factory=dict, repr=False, compare=False)
+    sides: list[Direction]
+    oracle_bounds: dict[bool, Outcome] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def magnitudes(self) -> FloatArray:
@@ -156,17 +169,22 @@ def masks(problem: Problem) -> tuple[BoolArray, BoolArray]:
     return pairs.admitted(m, n), pairs.positive(m, n)
 
 
-def truth(problem: Problem, upstream: float = 1.0) -> Truth:
+def within(admitted: BoolArray, positive: BoolArray, x: FloatArray, limits: FloatArray | None) -> BoolArray:
+    """The admitted pairs without the negatives beyond their limit, (own, other), of logits x and (own,) limits."""
+    return admitted if limits is None else admitted & (positive | ~(x > limits[:, None]))
+
+
+def truth(problem: Problem, upstream: float | FloatArray = 1.0) -> Truth:
     """The problem's truth by the dense equations, column blocks joined.
 
     Args:
         problem: NumPy arrays of any float dtype, widened first; (m, n) matrices are formed, so keep it small.
-        upstream: gradient with respect to the loss, representable in the state dtype.
+        upstream: gradient with respect to the loss, in its shape; a number is representable in the state dtype.
     """
     q, k = float64(problem.rows), np.concatenate([float64(block) for block in problem.columns])
     scale, bias = float(problem.scale), float(problem.bias) if problem.bias is not None else 0.0
     admitted, positive = masks(problem)
-    row = column = None
+    sides: list[Direction] = []
     with np.errstate(all="ignore"):
         products, x = q @ k.T, logits(q, k, scale, bias)
         if problem.margin is not None:
@@ -174,34 +192,36 @@ def truth(problem: Problem, upstream: float = 1.0) -> Truth:
             products, x = products - lowered, x - scale * lowered
         if problem.kind == "sigmoid":
             u = float64(problem.row_weight)
-            loss = weighted_sum(u, sigmoid_terms(x, positive, admitted).sum(axis=1))
+            loss = float64(weighted_sum(u, sigmoid_terms(x, positive, admitted).sum(axis=1)))
             G = gradient_of_sigmoid_logits(x, positive, 1.0, admitted)
             G = np.where(u[:, None] == 0, 0.0, upstream * u[:, None] * G)
         else:
-            row = _direction(problem, x, admitted, positive, problem.row_weight, problem.row_target)
-            loss, G = _loss(row), _gradient(problem, admitted, positive, row, upstream)
+            bars = np.split(float64(upstream), [len(q)], axis=1) if problem.kind == "statistics" else (None, None)
+            mine = within(admitted, positive, x, problem.row_limits)
+            sides = [_direction(problem, x, mine, positive, problem.row_weight, problem.row_target, bars[0])]
+            G = _gradient(problem, sides[0], upstream)
             if problem.column_weight is not None and problem.column_target is not None:
-                given = problem.column_weight, problem.column_target
-                column = _direction(problem, x.T, admitted.T, positive.T, *given)
-                loss, G = loss + _loss(column), G + _gradient(problem, admitted.T, positive.T, column, upstream).T
+                theirs = within(admitted.T, positive.T, x.T, problem.column_limits)
+                given = problem.column_weight, problem.column_target, bars[1]
+                sides.append(_direction(problem, x.T, theirs, positive.T, *given))
+                G = G + _gradient(problem, sides[1], upstream).T
+            if problem.kind == "statistics":
+                loss = np.concatenate([[s.negative_lse, s.positive_lse, s.spread] for s in sides], axis=1)
+            else:
+                loss = float64(sum(weighted_sum(side.weight, side.nll) for side in sides))
         found = gradients(q, k, scale, G)
         if problem.margin is not None:
             found = found._replace(d_scale=float64((G * products).sum()))
         outcome = Outcome(
-            loss=float64(loss),
-            row_negative_lse=None if row is None else row.negative_lse,
-            row_positive_lse=None if row is None else row.positive_lse,
-            row_positive_sum=None if row is None else row.positive_sum,
-            column_negative_lse=None if column is None else column.negative_lse,
-            column_positive_lse=None if column is None else column.positive_lse,
-            column_positive_sum=None if column is None else column.positive_sum,
+            loss=loss,
+            **dict(zip(STATISTICS, [getattr(s, name) for s in sides for name in SideStatistics._fields], strict=False)),
             rows=found.d_rows,
             columns=column_blocks(problem, found.d_columns),
             scale=found.d_scale,
             bias=float64(found.d_bias) if problem.kind == "sigmoid" else None,
         )
         sums = G @ k, G.T @ q
-        return Truth(outcome, q, k, scale, bias, products, x, admitted, positive, G, *sums, row, column)
+        return Truth(outcome, q, k, scale, bias, products, x, admitted, positive, G, *sums, sides)
 
 
 def column_blocks(problem: Problem, joined: FloatArray) -> tuple[FloatArray, ...]:
@@ -217,6 +237,7 @@ def _direction(
     positive: BoolArray,
     weight: FloatArray,
     target: FloatArray,
+    bars: FloatArray | None,
 ) -> Direction:
     n, p = split_lse(x, admitted, positive.astype(np.float64), axis=1)
     target = float64(target)
@@ -228,6 +249,9 @@ def _direction(
     if smoothing:
         nll = nll + smoothing * ((counted - 1 / x.shape[1]) * x).sum(axis=1)
     return Direction(
+        x=x,
+        admitted=admitted,
+        positive=positive,
         weight=float64(weight),
         target=target,
         negative_lse=n,
@@ -239,19 +263,21 @@ def _direction(
         q=np.where(positive, np.exp(x - p[:, None]), 0.0),
         negative_mass=np.where(positive.any(axis=1), sigma(n - p), 1.0),
         smoothed=smoothing * float64(weight),
+        bars=bars,
     )
 
 
-def _loss(side: Direction) -> float:
-    return weighted_sum(side.weight, side.nll)
-
-
-def _gradient(
-    problem: Problem, admitted: BoolArray, positive: BoolArray, side: Direction, upstream: float
-) -> FloatArray:
+def _gradient(problem: Problem, side: Direction, upstream: Any) -> FloatArray:
+    """One side's part of G."""
+    positive, admitted = side.positive, side.admitted
     target = np.where(positive, side.target[:, None], 0.0)
+    if side.bars is not None:
+        by_n, by_p, by_d = side.bars[:, :, None]
+        negative = np.where(by_n == 0, 0.0, by_n * np.exp(side.x - side.negative_lse[:, None]))
+        at_positive = by_p * side.q + by_d * (side.q - target)
+        return np.where(positive, at_positive, np.where(admitted, negative, 0.0))
     # a positive whose target is 0 has no other gradient than a negative, but its logit is in P
     beside = 0.0 if problem.kind == "inside" else side.q - target
     G = np.where(positive, beside - side.q * side.negative_mass[:, None], side.p)
     w, moved = ((upstream * each)[:, None] for each in (side.weight, side.smoothed))
-    return np.where(admitted & (w != 0), w * G + moved * (target - 1 / max(G.shape[1], 1)), 0.0)
+    return np.where(side.admitted & (w != 0), w * G + moved * (target - 1 / max(G.shape[1], 1)), 0.0)

@@ -63,7 +63,7 @@ def test_the_logits_are_where_the_names_say(dtype: str) -> None:
     assert not of("wide-scale", dtype)[1].x.any()
     hot = of("hot", dtype)[1]
     # from lost to certain: the whole range of a model in training
-    assert np.diag(hot.row.p).min() < 0.1 < 0.999 < np.diag(hot.row.p).max()
+    assert np.diag(hot.sides[0].p).min() < 0.1 < 0.999 < np.diag(hot.sides[0].p).max()
 
 
 def test_masks_do_something() -> None:

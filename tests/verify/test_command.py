@@ -134,7 +134,6 @@ def test_what_cannot_run_exits_2_with_one_line(capsys, monkeypatch, words, messa
     ("missing", "words", "extra"),
     [
         ("rich", ["--case", "drawn"], "verify"),
-        ("hypothesis", ["--case", "drawn", "--quiet"], "verify"),
         ("mpi4py", ["--world", "mpi"], "mpi"),
     ],
 )

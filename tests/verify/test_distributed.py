@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_recipes import SHARED
 
 from contrastile.backends.registry import load
 from contrastile.cli import main
@@ -17,7 +16,6 @@ from contrastile.verify import cases, launched, sharded
 from contrastile.verify.distributed import DISTRIBUTED, several_ranks
 from contrastile.verify.runner import Run
 from contrastile.verify.selection import Selection
-from contrastile.verify.sharded import ShardedRecipe
 from contrastile.verify.trial import SkipError, Subject
 from contrastile.verify.worlds import Threads, judged
 
@@ -92,13 +90,8 @@ def test_a_drawn_failure_names_the_world_in_the_command_that_runs_it_again() -> 
     began = "contrastile verify --world 3 --backend broken --dtype float64 --property sharded"
     assert failure.command.startswith(began)
     assert f"--case {failure.label}" in failure.command
-    assert ShardedRecipe.parse(failure.label).rows == (0, 0, 0)
-
-
-def test_a_recipe_of_another_world_is_skipped() -> None:
-    (row,) = rows_of(2, "numpy", cases=[str(SHARED)], dtypes=["float64"])
-    assert (row["status"], row["reason"]) == ("skip", "the case is for a world of 3, and this one has 2 ranks")
-    passed(rows_of(3, "numpy", cases=[str(SHARED)], dtypes=["float64"]))
+    (again,) = Run(Selection(broken, [failure.label], ["sharded"], ["float64"], world=Threads(3))).rows()
+    assert again["status"] == "fail"
 
 
 def test_a_property_of_ranks_needs_some() -> None:

@@ -16,28 +16,19 @@ import numpy as np
 from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.oracle.arrays import FloatArray, float64
 from contrastile.schedules.problem import Problem
-from contrastile.verify.draws import FAR, Draw, certain_pairs, pairs, unit, wordnet_pairs
+from contrastile.verify.draws import FAR, TRAINED, Draw, Pairs, certain_pairs, pairs, unit, units, wordnet_pairs
 from contrastile.verify.losses.arguments import Arguments, stated
 from contrastile.verify.losses.claims import KEYWORDS, Claims
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Truth, truth
 
-Pairs = tuple[FloatArray, FloatArray]
-
-MEMORY, ABOUT_MEMORY = "memory", "batches of which each is twice as large as the last"
-"""The case of the property that measures memory, and what it is."""
-
-SIZES, ABOUT_SIZES = (
-    "sizes",
-    "batches of up to 1,103 pairs: round numbers, around multiples of 8 to 1,024; the widths of common models",
-)
-"""The case of the property of the same name, and what it is."""
-
-CALLS, ABOUT_CALLS = "calls", "a few pairs called in every way there is"
-"""The case of the properties that call a loss more than once, or in other ways, and what it is."""
-
-OWN = {MEMORY: ABOUT_MEMORY, SIZES: ABOUT_SIZES, CALLS: ABOUT_CALLS}
-"""The cases that belong to some properties each."""
+MEMORY, SIZES, CALLS = "memory", "sizes", "calls"
+OWN = {
+    MEMORY: "batches of which each is twice as large as the last",
+    SIZES: "batches of up to 1,103 pairs: round numbers, around multiples of 8 to 1,024; the widths of common models",
+    CALLS: "a few pairs called in every way there is",
+}
+"""The cases that belong to some properties each, and what they are."""
 
 SCALE, HIGH = 8.3, 37.3
 """Scales that no 16 bits hold, one of them beyond 20."""
@@ -72,31 +63,25 @@ class Batch:
     objectives: tuple[str, ...] = ()
 
 
+def _square(features: Callable[..., Pairs], *more: Any) -> Callable[[Draw, int, int], Pairs]:
+    return lambda draw, b, d: features(draw, b, b, d, *more)
+
+
+_unpaired = _square(units)
+"""No pair is more alike than any two others: no probability is near 1."""
+_together = _square(units, lambda x: 1.0 + x / 16)
+_apart = _square(units, lambda x: 1.0 + x / 8, -1.0)
+"""All features of one sign in every component, the columns of the other."""
+
+
 def _trained(draw: Draw, b: int, d: int) -> Pairs:
-    return pairs(draw, b, d, 0.2, 3.0)
-
-
-def _unpaired(draw: Draw, b: int, d: int) -> Pairs:
-    """No pair is more alike than any two others: no probability is near 1."""
-    rows, columns = (unit(draw.standard_normal((b, d))) for _ in range(2))
-    return rows, columns
+    return pairs(draw, b, d, *TRAINED)
 
 
 def _against(draw: Draw, b: int, d: int) -> Pairs:
     """One pair is opposite, and all others are nearly orthogonal."""
     rows, columns = _unpaired(draw, b, d)
     columns[b // 2] = -rows[b // 2]
-    return rows, columns
-
-
-def _apart(draw: Draw, b: int, d: int) -> Pairs:
-    """All features of one sign in every component, the columns of the other."""
-    rows, columns = (unit(1.0 + draw.standard_normal((b, d)) / 8) for _ in range(2))
-    return rows, -columns
-
-
-def _together(draw: Draw, b: int, d: int) -> Pairs:
-    rows, columns = (unit(1.0 + draw.standard_normal((b, d)) / 16) for _ in range(2))
     return rows, columns
 
 
@@ -210,51 +195,85 @@ def _optional(
     return make
 
 
+def _thresholded(
+    *makes: Callable[[Draw, Arguments], Arguments], relative: bool = False
+) -> Callable[[Draw, Arguments], Arguments]:
+    """A threshold beyond which some negatives lie, far from each: what is left out depends on no rounding."""
+
+    def make(draw: Draw, given: Arguments) -> Arguments:
+        given = _optional(*makes, weighted=relative)(draw, given)
+        query, key = given.features
+        x = query @ np.concatenate([key, *given.negatives]).T
+        own = x.diagonal()
+        beyond = x / own[:, None] - 1 if relative else x - own[:, None]
+        of_columns = x[:, : len(key)] / own - 1 if relative else x[:, : len(key)] - own
+        excess = np.concatenate([each[~np.eye(*each.shape, dtype=np.bool_)] for each in (beyond, of_columns)])
+        high = np.sort(excess)[-90:-30]
+        at = int(np.diff(high).argmax())
+        options = {"threshold": float(high[at : at + 2].mean()), "threshold_is": "relative" if relative else "absolute"}
+        return replace(given, options=options)
+
+    return make
+
+
 _ONE, _SELF = ("info_nce",), ("nt_xent", "sup_con")
 _BATCH, _ROWWISE = ("clip_loss", "sigmoid_loss"), ("clip_loss", *_ONE)
 
 
-def _option(name: str, about: str, scale: float, make: Callable[[Draw, Arguments], Arguments], of: Any) -> Batch:
-    return Batch(name, about, 37, 40, scale, pairs, 1.0, "options", make, of)
+def _option(
+    name: str,
+    about: str,
+    scale: float,
+    of: tuple[str, ...],
+    make: Callable[[Draw, Arguments], Arguments],
+    rows: int = 37,
+    width: int = 40,
+) -> Batch:
+    return Batch(name, about, rows, width, scale, pairs, 1.0, "options", make, of)
 
 
+_SHARED: dict[str, Any] = {"ids_are": "positives"}
+_INSIDE: dict[str, Any] = {"sum_positives": "inside"}
 _OPTIONS = (
-    _option("weights", "weights of samples", HIGH, _optional(), (*_ROWWISE, *_SELF, "sigmoid_loss")),
-    _option("several", "ids that are positives", 20.0, _optional(_few, ids_are="positives"), (*_BATCH, *_ONE)),
-    _option("own-ids", "a queue of positives", 20.0, _optional(_queue, ids_are="positives"), _ONE),
+    _option("weights", "weights of samples", HIGH, (*_ROWWISE, *_SELF, "sigmoid_loss"), _optional()),
+    _option("several", "ids that are positives", 20.0, (*_BATCH, *_ONE), _optional(_few, **_SHARED)),
+    _option("own-ids", "a queue of positives", 20.0, _ONE, _optional(_queue, **_SHARED)),
     _option(
         "inside",
         "the sum over positives inside of the logarithm",
-        *(HIGH, _optional(_few, weighted=False, ids_are="positives", sum_positives="inside"), _ROWWISE),
+        *(HIGH, _ROWWISE, _optional(_few, weighted=False, **_SHARED, **_INSIDE)),
     ),
     # so many samples are sorted
-    replace(
-        _option("inside@labels", "SupCon's L_in", HIGH, _optional(sum_positives="inside"), ("sup_con",)),
-        rows=301,
-        width=24,
-    ),
-    _option("smoothing", "label smoothing", 20.0, _optional(label_smoothing=0.3), _ROWWISE),
+    _option("inside@labels", "SupCon's L_in", HIGH, ("sup_con",), _optional(**_INSIDE), 301, 24),
+    _option("smoothing", "label smoothing", 20.0, _ROWWISE, _optional(label_smoothing=0.3)),
     _option(
         "smoothing@ids",
         "label smoothing of shared targets",
-        *(20.0, _optional(_few, weighted=False, label_smoothing=0.1, ids_are="positives"), _ROWWISE),
+        *(20.0, _ROWWISE, _optional(_few, weighted=False, label_smoothing=0.1, **_SHARED)),
     ),
-    _option("smoothing@blocks", "label smoothing of more columns", 20.0, _optional(_blocks, label_smoothing=0.3), _ONE),
-    replace(
-        _option(
-            "smoothing@many", "label smoothing of 1,100 rows", 20.0, _optional(_few_keys, label_smoothing=0.3), _ONE
-        ),
-        rows=1100,
-        width=8,
+    _option("smoothing@blocks", "label smoothing of more columns", 20.0, _ONE, _optional(_blocks, label_smoothing=0.3)),
+    _option(
+        "smoothing@many",
+        "label smoothing of 1,100 rows",
+        *(20.0, _ONE, _optional(_few_keys, label_smoothing=0.3), 1100, 8),
     ),
-    _option("margin", "a margin", 20.0, _optional(margin=0.35), (*_ROWWISE, *_SELF)),
+    _option("margin", "a margin", 20.0, (*_ROWWISE, *_SELF), _optional(margin=0.35)),
     # of the shapes of the one before
-    _option("margin@below", "a margin below 0", HIGH, _optional(margin=-0.15), (*_ROWWISE, *_SELF)),
+    _option("margin@below", "a margin below 0", HIGH, (*_ROWWISE, *_SELF), _optional(margin=-0.15)),
     _option(
         "margin@inside",
         "a margin with the sum inside",
-        *(20.0, _optional(_few, ids_are="positives", sum_positives="inside", margin=0.35), _ROWWISE),
+        *(20.0, _ROWWISE, _optional(_few, **_SHARED, **_INSIDE, margin=0.35)),
     ),
+    *(
+        replace(_option("threshold" + name, about, 20.0, of, make), draw=_unpaired)
+        for name, about, of, make in (
+            ("", "negatives far above the positive are left out", _ROWWISE, _thresholded()),
+            ("@ids", "beside false negatives", ("clip_loss",), _thresholded(_few)),
+            ("@queue", "of a queue, too", _ONE, _thresholded(_queue)),
+        )
+    ),
+    _option("threshold@relative", "by a share of the positive", 20.0, _ROWWISE, _thresholded(relative=True)),
 )
 OPTIONS = tuple(each.name for each in _OPTIONS)
 """The cases of options that contrastile's own functions have."""
