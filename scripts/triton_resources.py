@@ -81,8 +81,6 @@ def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
     ]
     vector, scalar = torch.ones(300), torch.tensor(1.0)
     arrays = TritonArrays()
-    arrays.inner(torch.ones(300, 512, dtype=kind), torch.ones(300, 512))
-    arrays.scaled(torch.ones(300, 512), scalar, dtype, consume=False)
     wide = vector.double()
     side = wide, wide, wide, vector, vector
     for length in (1, 9):

@@ -265,9 +265,6 @@ class TorchArrays(ArrayLibrary):
         # beyond 40 the logarithm is below half an ulp of x
         return self.module.nn.functional.softplus(x, threshold=40.0)
 
-    def concat(self, xs: list[Array]) -> Array:
-        return xs[0] if len(xs) == 1 else self.module.cat(xs)
-
     def contiguous(self, x: Array) -> Array:
         return x.contiguous()
 
@@ -319,9 +316,6 @@ class TorchArrays(ArrayLibrary):
 
     def take(self, x: Array, rows: Array) -> Array:
         return x.index_select(0, rows)
-
-    def put(self, x: Array, places: Array) -> Array:
-        return self.module.empty_like(x).index_copy_(0, places, x)
 
     def count_in(self, needles: Array, haystack: Array) -> Array:
         # torch warns of strided ones

@@ -73,8 +73,8 @@ def farthest(reference: float) -> float:
     return (16.0 + 2.0 * reference) / 3.0 if reference > 16.0 else math.inf
 
 
-class _SideSums:
-    """Base-2 statistics of the rows, or of the columns, in float64: they are O(m + n), so the accuracy is free.
+class SideSums:
+    """Sums over the rows, or the columns, in float64: they are O(m + n), so the accuracy is free. Of ``lse`` in base 2.
 
     Of float64 features log-sum-exps become pairs: see ``contract.SideStatistics``.
 
@@ -153,7 +153,7 @@ class _Found:
     def __init__(self, block: Block, columns: bool, identity: float, sync: bool) -> None:
         m, n = block.rows.shape[0], block.columns.shape[0]
         self.block, self.pairs = block, BlockPairs(block, sync)
-        self.sides = [_SideSums(m, 1, block, identity)] + ([_SideSums(n, 0, block, identity)] if columns else [])
+        self.sides = [SideSums(m, 1, block, identity)] + ([SideSums(n, 0, block, identity)] if columns else [])
         self._logits: torch.Tensor | None = None
         self._complete = False
 

@@ -12,7 +12,7 @@ import torch
 from contrastile.backends.contract import Array, Block, ColumnForm, Finished, Options, Weights
 from contrastile.backends.passes import Chunk, backward_chunk, ceil_div, chunks, gradient_scaling, lines, no_gradients
 from contrastile.backends.triton import backward, positives, precheck, sums
-from contrastile.backends.triton.arrays import ARRAYS, multiplied
+from contrastile.backends.triton.arrays import ARRAYS
 from contrastile.backends.triton.common import BLOCK, LANES, LINES, empties, empty, step, weight_vectors
 from contrastile.backends.triton.configs import Config
 from contrastile.backends.triton.launch import descriptor, grid, on_device, workspace
@@ -216,5 +216,4 @@ class _Columns:
             return self.sums
         out = self.sums if x.dtype == torch.float32 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         # exact, but where it is too small for any product to be above 0 in float16
-        multiplied(self.sums, scale / power if half else scale, out)
-        return out
+        return torch.mul(self.sums, scale / power if half else scale, out=out)

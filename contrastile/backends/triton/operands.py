@@ -15,6 +15,7 @@ from contrastile.backends.contract import Block, Footprint, Options
 from contrastile.backends.crossing import dtype_name
 from contrastile.backends.passes import backward_chunk, ceil_div, forward_chunk, lines, own_references
 from contrastile.backends.triton import parts, positives
+from contrastile.backends.triton.arrays import ARRAYS
 from contrastile.backends.triton.common import LINES, Masks, step
 from contrastile.backends.triton.configs import INTERPRETED, PAD, Config, tile_config
 from contrastile.backends.triton.launch import aligned, architecture, workspace
@@ -89,7 +90,10 @@ def footprint(m: int, n: int, width: int, dtype: str, device: str, options: Opti
         return high * wide * itemsize + sums * high + factors * (high + wide) + _BACKWARD_VECTORS * (m + n)
 
     return Footprint(
-        partials + _FORWARD_VECTORS * (m + n), space(0, 0), space(row_bytes(m, width, like.itemsize), 4 * width)
+        partials + _FORWARD_VECTORS * (m + n),
+        space(0, 0),
+        space(row_bytes(m, width, like.itemsize), 4 * width),
+        inner=4 * (m + min(m, ARRAYS.inner_rows(width, host=False)) * width),
     )
 
 

@@ -14,28 +14,6 @@ from contrastile.backends.triton.tiles import GRADIENT_SCALE
 
 @kernel
 @triton.jit(do_not_specialize=["m"])
-def row_dots(a, b, out, m, a_stride, b_stride, depth, LINES: tl.constexpr, BD: tl.constexpr):
-    """``sum over LINES rows of <a_i, b_i>``: dots in float32, their sum in float64, to out (programs,)."""
-    i = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    inside = i < m
-    dot = tl.zeros((LINES,), tl.float32)
-    for k in range(0, depth, BD):
-        left = load_features(a, i, a_stride, k, inside, depth, BD).to(tl.float32)
-        dot += tl.sum(left * load_features(b, i, b_stride, k, inside, depth, BD).to(tl.float32), 1)
-    tl.store(out + tl.program_id(0), tl.sum(dot.to(tl.float64), 0))
-
-
-@kernel
-@triton.jit
-def multiply(x, factor, out, size, BLOCK: tl.constexpr):
-    """``out = x factor``, rounded once to out's dtype."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=at < size, other=0.0) * tl.load(factor)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < size)
-
-
-@kernel
-@triton.jit(do_not_specialize=["m"])
 def finalize_rows(
     sums, rows, out, inner, scale, plan, m, sums_stride, row_stride, out_stride, depth,
     LINES: tl.constexpr, BD: tl.constexpr,
@@ -102,14 +80,3 @@ def _weighted_nll(side, i, length):
     counted = (t != 0.0) & ((more != float("-inf")) | (s != 0.0))
     loss = tl.where(counted, softplus(less - more) + spread, log_add(less, more))
     return tl.where(w == 0.0, 0.0, w * loss)
-
-
-@kernel
-@triton.jit(do_not_specialize=["count"])
-def add_up(parts, out, count, BLOCK: tl.constexpr):
-    """The sum of parts (count,), float64, to out, rounded as it is written."""
-    total = tl.zeros((BLOCK,), tl.float64)
-    for at in range(0, count, BLOCK):
-        i = at + tl.arange(0, BLOCK)
-        total += tl.load(parts + i, mask=i < count, other=0.0)
-    tl.store(out, tl.sum(total, 0).to(out.dtype.element_ty))
