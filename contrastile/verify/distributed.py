@@ -15,7 +15,7 @@ from typing import Any
 from contrastile.backends.contract import Options
 from contrastile.verify import cases, mistakes, public, rearrange, sharded
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, identical
-from contrastile.verify.shards import FIELDS, Cut, compared, outcomes
+from contrastile.verify.shards import Cut, compared, outcomes
 from contrastile.verify.trial import Property, SkipError, Subject, Trial
 from contrastile.verify.truth import Outcome, truth
 from contrastile.verify.worlds import Threads, judged
@@ -67,7 +67,7 @@ def _compared(trial: Trial, cut: Cut, parts: list[Outcome], exchange: str, **how
 def _same(label: str, again: list[Outcome], parts: list[Outcome]) -> Comparisons:
     """Every rank's outcome has the bits of another run's."""
     for rank, (a, b) in enumerate(zip(again, parts, strict=True)):
-        yield f"{label}, rank {rank}", identical(a, b, FIELDS)
+        yield f"{label}, rank {rank}", identical(a, b)
 
 
 def themselves(trial: Trial) -> Comparisons:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -23,11 +23,7 @@ from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import Worst, compare
 from contrastile.verify.rearrange import COLUMN_VECTORS, POINTERS, ROW_VECTORS, redirected, take
 from contrastile.verify.trial import Subject
-from contrastile.verify.truth import STATISTICS, Outcome, Truth
-
-_LSES = tuple(name for name in STATISTICS if name.endswith("lse"))
-FIELDS = ("loss", *_LSES, "rows", "columns", "scale", "bias")
-"""What is compared of a sharded outcome: all but the sums of the positive logits, which no rank has whole."""
+from contrastile.verify.truth import Outcome, Truth
 
 
 def shares(total: int, weights: Sequence[int]) -> list[int]:
@@ -129,20 +125,11 @@ class Cut(Parts):
         """
         n = len(parts)
 
-        def along(name: str) -> Any:
-            found = [getattr(part, name) for part in parts]
-            return None if found[0] is None else np.concatenate(found)
-
-        lses = {name: along(name) for name in _LSES}
-        for name, lse in lses.items():
-            if name.startswith("column") and lse is not None:
-                lse[self.order()] = lse.copy()
         columns = zip(*(part.columns for part in parts), strict=True)
         first = parts[0]
         return Outcome(
             loss=first.loss,
-            **lses,
-            rows=along("rows") / factor,
+            rows=np.concatenate([part.rows for part in parts]) / factor,
             columns=tuple(np.concatenate(block) / factor for block in columns),
             scale=first.scale * (n / factor),
             bias=None if first.bias is None else first.bias * (n / factor),
@@ -184,4 +171,4 @@ def compared(
     bound = bounds(cut.problem, oracle, subject.accuracy, subject.dtype, upstream, options, spread)
     if cut.itself:
         expected, bound = rearrange.folded(expected), rearrange.folded(bound)
-    return compare(cut.joined(parts, len(parts) if reduction == "mean" else 1.0), expected, bound, FIELDS)
+    return compare(cut.joined(parts, len(parts) if reduction == "mean" else 1.0), expected, bound)
