@@ -137,18 +137,6 @@ class Share(Parts):
         given = replace(given, labels=labels, weights=weights, keywords=keywords)
         return replace(given, features=tuple(features), negatives=tuple(negatives))
 
-    def joined(self, parts: Sequence[Result], reduction: str) -> Result:
-        """The ranks' results as the whole's: a mean over ranks divides by their number, a sum does not."""
-        n = len(parts)
-        factor = n if reduction == "mean" else 1.0
-        features = tuple(
-            None if any(x is None for x in xs) else np.concatenate(xs) / factor
-            for xs in zip(*(part.features for part in parts), strict=True)
-        )
-        first = parts[0]
-        scale, bias = (None if x is None else x * (n / factor) for x in (first.scale, first.bias))
-        return Result(first.loss, features, scale, bias, first.by_autograd)
-
 
 def _shared(objective: str, rows: Sequence[int], subject: Subject) -> Iterator[Share]:
     """The arguments that ranks share, in parts of these rows."""
@@ -237,7 +225,8 @@ def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: st
         call.forget()
         return call.finish(value, upstream, retain=True)
 
-    parts = subject.ranks.run(program)
+    world = subject.ranks
+    parts = world.run(program)
 
     def judge() -> Worst:
         if len({(part.loss.tobytes(), np.array(part.scale).tobytes()) for part in parts}) > 1:
@@ -246,9 +235,9 @@ def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: st
         spread = share.spread(exchange, 2 if case.claims.objective == "nt_xent" else 1)
         exact, bound = allowed.expected(case, times), allowed.allowed(case, times, spread)
         fields = ("loss", "rows", "columns", *(() if frozen else ("scale",)), "bias")
-        return compared(case, share.joined(parts, reduction), exact, bound, fields)
+        return compared(case, share.joined(parts, world.size if reduction == "mean" else 1.0), exact, bound, fields)
 
-    return judged(subject.ranks, judge)
+    return judged(world, judge)
 
 
 def options(objective: str, subject: Subject) -> Comparisons:

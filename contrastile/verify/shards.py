@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -31,6 +31,9 @@ def shares(total: int, weights: Sequence[int]) -> list[int]:
     among = list(weights) if any(weights) else [1] * len(weights)
     ends = [total * part // sum(among) for part in accumulate(among)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+R = TypeVar("R", bound=Outcome)
 
 
 class Parts:
@@ -75,6 +78,27 @@ class Parts:
             return Spread(rows, (times * sum(self.shards.widths),))
         return Spread(rows, tuple(times * size for blocks in self.shards.columns for size in blocks), halved=True)
 
+    def joined(self, parts: Sequence[R], factor: float) -> R:
+        """The ranks' outcomes as one, in the order of the whole.
+
+        Args:
+            parts: by rank.
+            factor: ``Placement.factor``, which is taken away again. Loss, scale and bias are rank 0's, the latter two
+                times what a sum over the ranks, or a mean, would make of them.
+        """
+        first, times = parts[0], len(parts) / factor
+
+        def along(each: Sequence[Any]) -> Any:
+            return None if any(x is None for x in each) else np.concatenate(each) / factor
+
+        return replace(
+            first,
+            rows=along([part.rows for part in parts]),
+            columns=tuple(map(along, zip(*(part.columns for part in parts), strict=True))),
+            scale=None if first.scale is None else first.scale * times,
+            bias=None if first.bias is None else first.bias * times,
+        )
+
 
 @dataclass(frozen=True)
 class Cut(Parts):
@@ -113,26 +137,6 @@ class Cut(Parts):
             **{name: take(getattr(p, name), rows) for name in ROW_VECTORS},
             **{name: take(getattr(p, name), own) for name in COLUMN_VECTORS},
             **{name: take(redirected(getattr(p, name), order), rows) for name in POINTERS},
-        )
-
-    def joined(self, parts: Sequence[Outcome], factor: float) -> Outcome:
-        """The ranks' outcomes as one, in the order of the whole.
-
-        Args:
-            parts: by rank.
-            factor: ``Placement.factor``, which is taken away again. Loss, scale and bias are rank 0's, the latter two
-                times what a sum over the ranks, or a mean, would make of them.
-        """
-        n = len(parts)
-
-        columns = zip(*(part.columns for part in parts), strict=True)
-        first = parts[0]
-        return Outcome(
-            loss=first.loss,
-            rows=np.concatenate([part.rows for part in parts]) / factor,
-            columns=tuple(np.concatenate(block) / factor for block in columns),
-            scale=first.scale * (n / factor),
-            bias=None if first.bias is None else first.bias * (n / factor),
         )
 
 

@@ -24,7 +24,6 @@ from contrastile.verify.losses.properties import (
     claimed,
 )
 from contrastile.verify.losses.repeating import (
-    everything,
     interleaved,
     leaks,
     numbered,
@@ -57,14 +56,14 @@ def leaves(trial: LossTrial) -> Comparisons:
     places = places if claims.scale_gradient else places[:count]
     sizes = range(1, len(places) + 1) if len(places) < 5 else (1, 2, len(places) - 1, len(places))
     exact = trial.expected
-    right = [exact.rows, *exact.columns, exact.scale, exact.bias]
+    right: list[Any] = [exact.rows, *exact.columns, exact.scale, exact.bias]
     for wanted in (x for size in sizes for x in combinations(places, size)):
         ways: dict[str, Any] = {"": None}
         if not any(place >= count for place in wanted):
             ways["numbers for scale and bias"] = float
         for label, number in ways.items():
             got = trial.run(train=trial.train(wanted), number=number)
-            gradients = [*got.features, got.scale, got.bias]
+            gradients = got.gradients
             names = "argument " + ", ".join(map(str, wanted)) + " alone" * (len(wanted) < len(places))
             label = ", ".join(filter(None, (names, label)))
             if any(gradients[place] is None for place in wanted):
@@ -73,8 +72,8 @@ def leaves(trial: LossTrial) -> Comparisons:
             if any(x is not None for place, x in enumerate(gradients) if place not in wanted):
                 yield label, wrong("a frozen argument has a gradient")
             # in place of those that are frozen, what is right
-            *features, scale, bias = (y if x is None else x for x, y in zip(gradients, right, strict=True))
-            full = replace(got, features=tuple(features), scale=scale, bias=bias, by_autograd=True)
+            rows, *columns, scale, bias = (y if x is None else x for x, y in zip(gradients, right, strict=True))
+            full = replace(got, rows=rows, columns=tuple(columns), scale=scale, bias=bias, by_autograd=True)
             yield label, trial.compare(full, trial.fields)
     for label, made in _of_other_types().items():
         call = prepared(trial)
@@ -176,13 +175,13 @@ def aliases(trial: LossTrial) -> Comparisons:
         yield "one tensor twice", same.compare(found, ("loss",))
         if claims.feature_gradients:
             both, bound = _added(same.expected), _added(same.bound)
-            error = np.abs(found.features[0] - both) if found.features[0] is not None else np.full(both.shape, np.inf)
+            error = np.abs(found.rows - both) if found.rows is not None else np.full(both.shape, np.inf)
             size = bound + UNIT[case.dtype] * (np.abs(both) + bound)
             yield "one tensor twice", Worst(float((error / size).max()), "the gradient", (), float(error.max()), 0.0)
         call = prepared(same)
         call.passed = [call.leaves[0], call.leaves[0].detach()]
         found = call.finish(call())
-        found = replace(found, features=(found.features[0], same.result.features[1]))
+        found = replace(found, columns=same.result.columns)
         yield "a tensor and itself detached", same.compare(found, trial.fields)
     call = prepared(trial)
     joined = trial.loss.arrays.concat([x.detach() if hasattr(x, "detach") else x for x in call.leaves])
@@ -193,7 +192,7 @@ def aliases(trial: LossTrial) -> Comparisons:
     found = call.finish(call())
     if found.by_autograd and claims.feature_gradients:
         gradient = np.array(trial.loss.arrays.to_numpy(joined.grad), dtype=np.float64)
-        found = replace(found, features=(gradient[:b], gradient[b:]))
+        found = replace(found, rows=gradient[:b], columns=(gradient[b:],))
     yield "halves of one storage", trial.compare(found, trial.fields)
     yield from _of_one_storage(trial)
 
@@ -264,7 +263,7 @@ def autocast(trial: LossTrial) -> Comparisons:
         if not torch.is_autocast_enabled(trial.device):
             yield "", wrong("the caller's autocast is off")
     if case.facts is not None:
-        features = [x for x in found.features if x is not None]
+        features = [x for x in (found.rows, *found.columns) if x is not None]
         same = all(np.array_equal(x, round_to(x, "bfloat16"), equal_nan=True) for x in features)
         yield (
             "",
@@ -320,7 +319,7 @@ def refusals(trial: LossTrial) -> Comparisons:
         except (ValueError, IndexError, RuntimeError):
             yield label, NOTHING
             continue
-        numbers = [np.asarray(x) for x in everything(found)]
+        numbers = [np.asarray(x) for x in (found.loss, *found.gradients) if x is not None]
         yield label, NOTHING if all(np.isnan(x).any() for x in numbers) else wrong("a number, where nothing is right")
 
 
@@ -352,7 +351,7 @@ def queues(trial: LossTrial) -> Comparisons:
         yield label, here.compare(found, trial.fields)
         if found.by_autograd and which:
             frozen = here.run(train=here.train([2]))
-            yield f"{label}, the query frozen", NOTHING if frozen.features[2] is not None else wrong("no gradient")
+            yield f"{label}, the query frozen", NOTHING if frozen.columns[1] is not None else wrong("no gradient")
 
 
 def _retained(claims: Claims) -> str:

@@ -137,20 +137,7 @@ def compared(case: LossCase, found: Result, exact: Outcome, bound: Outcome, fiel
         # of the negatives no gradient is returned
         last = len(case.arguments.features) - 1
         exact, bound = (replace(x, columns=x.columns[:last]) for x in (exact, bound))
-    return named(compare(outcome(found), exact, bound, fields), case)
-
-
-def outcome(found: Result) -> Outcome:
-    """A result in the fields of the truth; one that is None is missing."""
-    rows, *columns = found.features
-    missing: Any = None
-    return Outcome(
-        loss=found.loss,
-        rows=missing if rows is None else rows,
-        columns=tuple(missing if x is None else x for x in columns),
-        scale=missing if found.scale is None else found.scale.reshape(()),
-        bias=None if found.bias is None else found.bias.reshape(()),
-    )
+    return named(compare(found, exact, bound, fields), case)
 
 
 def named(worst: Worst, case: LossCase) -> Worst:
@@ -190,7 +177,7 @@ def plain(trial: LossTrial) -> Comparisons:
         raise SkipError("the plain computation does not normalise")
     trial.only_right(["loss", *gradient_fields(claims)])
     view, facts = partial(_claimed_part, claims), allowed.rounded_once(case)
-    got = outcome(trial.result)
+    got: Outcome = trial.result
     if claims.objective in SELF and claims.feature_gradients:
         # norms are of both views
         got = replace(got, rows=np.concatenate([got.rows, *got.columns]), columns=())
@@ -217,7 +204,7 @@ def upstream(trial: LossTrial) -> Comparisons:
         # as a gradient scaler begins with
         yield f"upstream {_LARGE}", trial.compare(trial.run(upstream=_LARGE), fields, _LARGE)
     found = trial.run(upstream=np.nan)
-    swallowed = any(x is not None and x.size and np.isfinite(x).all() for x in (*found.features, found.scale))
+    swallowed = any(x is not None and x.size and np.isfinite(x).all() for x in found.gradients[:-1])
     yield "upstream NaN", wrong("a gradient is finite") if swallowed else NOTHING
 
 
@@ -228,7 +215,7 @@ def gradient_fields(claims: Claims) -> list[str]:
 
 def determinism(trial: LossTrial) -> Comparisons:
     """The same inputs give the same bits."""
-    yield "second run", named(identical(outcome(trial.run()), outcome(trial.result)), trial.case)
+    yield "second run", named(identical(trial.run(), trial.result), trial.case)
 
 
 def inputs_kept(trial: LossTrial) -> Comparisons:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ from contrastile.verify.comparison import Comparisons, Worst, parts
 from contrastile.verify.losses import allowed
 from contrastile.verify.losses.cases import LossCase, sized
 from contrastile.verify.losses.claims import Claims
-from contrastile.verify.losses.properties import compared, outcome
+from contrastile.verify.losses.properties import compared
 from contrastile.verify.losses.subject import Loss, Result, load
 from contrastile.verify.trial import SkipError
 from contrastile.verify.truth import Outcome
@@ -124,7 +124,7 @@ class Ranks:
         exact = allowed.expected(given.case)
         bound = allowed.allowed(given.case, spread=Spread(given.shards, given.shards))
         worst = compared(given.case, found, exact, bound, fields)
-        yield _label(ranks, worst, outcome(found), exact, fields), worst
+        yield _label(ranks, worst, found, exact, fields), worst
 
     @cached_property
     def _results(self) -> Results:
@@ -303,7 +303,6 @@ def _under_ddp(loss: Loss, call: Any, given: SharedCase, rank: int) -> Result:
     def take(x: Any) -> Any:
         return None if x is None else np.array(x.detach().double().numpy())
 
-    gradients = [take(x.grad) for x in towers.features]
-    numbers = [take(x.grad) for x in towers.numbers]
-    found = Result(take(mean / dist.get_world_size()), tuple(gradients))
-    return replace(found, **dict(zip(("scale", "bias"), numbers, strict=False)))
+    rows, *columns = (take(x.grad) for x in towers.features)
+    scale, bias = [*(take(x.grad) for x in towers.numbers), None, None][:2]
+    return Result(take(mean / dist.get_world_size()), rows, tuple(columns), scale, bias)

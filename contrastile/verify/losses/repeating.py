@@ -7,7 +7,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -16,8 +15,8 @@ from contrastile.verify import peak, process
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, identical, largest, wrong
 from contrastile.verify.layouts import transposed
 from contrastile.verify.losses.cases import LossCase, build, rounded, sized
-from contrastile.verify.losses.properties import UPSTREAM, LossTrial, by_autograd, gradient_fields, outcome, placed
-from contrastile.verify.losses.subject import Call, Result, prepare
+from contrastile.verify.losses.properties import UPSTREAM, LossTrial, by_autograd, gradient_fields, placed
+from contrastile.verify.losses.subject import Call, prepare
 from contrastile.verify.trial import SkipError
 
 _MANY = 520
@@ -40,16 +39,6 @@ def with_negatives(case: LossCase) -> LossCase:
     """The case with its keys as negatives too, in another order: a second block of columns."""
     given = case.arguments
     return replace(case, arguments=replace(given, negatives=(given.features[1][::-1] / 2,)))
-
-
-def gradients_of(x: Result) -> list[Any]:
-    """In the order of the arguments."""
-    return [*x.features, x.scale, x.bias]
-
-
-def everything(x: Result) -> list[Any]:
-    """What there is of value and gradients."""
-    return [y for y in (x.loss, *gradients_of(x)) if y is not None]
 
 
 def interleaved(trial: LossTrial) -> Comparisons:
@@ -202,7 +191,7 @@ def repeats(trial: LossTrial) -> Comparisons:
     again = small.run()
     yield f"call {_MANY}", small.compare(again, trial.fields)
     if claims.deterministic:
-        yield f"call {_MANY}", identical(outcome(again), outcome(first))
+        yield f"call {_MANY}", identical(again, first)
 
 
 _ROUNDS, _STEPS = 8, 64
