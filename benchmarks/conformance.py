@@ -24,7 +24,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
 from peers import stubs  # noqa: E402
-from peers.adapters import INTERPRETED, PEERS, Peer  # noqa: E402
+from peers.adapters import INTERPRETED, KERNEL, PEERS  # noqa: E402
 
 import contrastile  # noqa: E402
 from contrastile.backends.registry import installed_version  # noqa: E402
@@ -80,34 +80,25 @@ COLUMNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]] = {
 MEMORY = "memory growth"
 
 
-def where(peer: Peer) -> str:
-    """Where it runs here: "CPU", "Triton's interpreter", a GPU's name, or "" where it cannot."""
-    if not peer.needs:
-        return "CPU"
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return "Triton's interpreter" if peer.needs == INTERPRETED else ""
-
-
-def measured(peer: Peer) -> dict[str, Any]:
-    """The cells of one peer, and where it ran.
+def measured(peer: Any) -> dict[str, Any]:
+    """The cells of one peer, and where it ran: "CPU", "Triton's interpreter", a GPU's name, or "" where it cannot.
 
     Raises:
         RuntimeError: the adapter is wrong.
     """
-    place = where(peer)
-    if not place:
+    device = "cuda" if peer.needs and torch.cuda.is_available() else "cpu"
+    if device == "cpu" and peer.needs == KERNEL:
         return {"where": "", "reason": "not run: needs a GPU", "cells": {}}
-    device = "cuda" if peer.needs and "interpreter" not in place else "cpu"
-    loss = Loss.of(peer.make, replace(peer.claims, devices=(device,)))
+    place = "Triton's interpreter" if peer.needs else "CPU"
+    loss = Loss.of(peer, replace(peer.claims, devices=(device,)))
     cases = [name for name in (*BATCHES, *SHARDS) if name not in peer.without]
     rows = list(check(loss, dtypes=loss.claims.dtypes, cases=cases, device=device))
     broken = [row["reason"] for row in rows if any(f"raised {name}" in row["reason"] for name in ADAPTER)]
     if broken:
-        raise RuntimeError(f"{peer.name}: the adapter is wrong: {broken[0]}")
+        raise RuntimeError(f"{peer.__name__}: the adapter is wrong: {broken[0]}")
     cells = {name: cell(rows, name) for name in COLUMNS}
-    growth = LEFT_OUT if MEMORY_CASE in peer.without else memory_growth(loss, loss.claims.dtypes[0], device)
-    return {"where": place, "reason": "", "cells": cells | {MEMORY: growth}}
+    cells[MEMORY] = LEFT_OUT if MEMORY_CASE in peer.without else memory_growth(loss, loss.claims.dtypes[0], device)
+    return {"where": torch.cuda.get_device_name() if device == "cuda" else place, "reason": "", "cells": cells}
 
 
 def cell(rows: Sequence[Any], column: str) -> Cell:
@@ -152,17 +143,22 @@ def memory_growth(loss: Loss, dtype: str, device: str) -> Cell:
     return {"status": "measured", "times": float(f"{large / small:.3g}"), "power": power, "from": one, "to": two}
 
 
+def ran(*command: str, interpreted: bool) -> subprocess.CompletedProcess[str]:
+    """A process of its own, under Triton's interpreter where it needs that and there is no GPU."""
+    interpreter = str(int(interpreted and not torch.cuda.is_available()))
+    environment = os.environ | {"TRITON_INTERPRET": interpreter, "OMP_NUM_THREADS": "1"}
+    command = (sys.executable, "-W", "ignore", *command)
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
+
+
 def in_a_process(name: str) -> dict[str, Any]:
-    """The record of one peer, measured in a process of its own, under Triton's interpreter where it needs that.
+    """The record of one peer.
 
     Raises:
         RuntimeError: the process ended early, or the adapter is wrong.
     """
     peer = PEERS[name]
-    interpreted = peer.needs == INTERPRETED and not torch.cuda.is_available()
-    environment = os.environ | {"TRITON_INTERPRET": str(int(interpreted)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", __file__, "--measure", name]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
+    ended = ran(__file__, "--measure", name, interpreted=peer.needs == INTERPRETED)
     if ended.returncode:
         raise RuntimeError(f"{name}: {ended.stderr.strip().rpartition(chr(10))[2]}")
     record = {"name": name, "package": peer.package, "about": peer.about, "objective": peer.claims.objective}
@@ -170,57 +166,41 @@ def in_a_process(name: str) -> dict[str, Any]:
     return record | json.loads(ended.stdout)
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """A reproducer: its file, what it shows in one sentence, and the rest of its docstring."""
+def stated(path: Path) -> list[dict[str, Any]]:
+    """What the docstring of a reproducer states, once for each number of ranks."""
+    says, _, rest = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")
+    fields = dict(line.split(": ", 1) for line in rest.splitlines())
+    row = {"fact": path.stem, "says": " ".join(says.split()), "package": fields["package"]}
+    row |= {"version": installed_version(fields["package"]), "case": fields["case"]}
+    ranks = map(int, fields.get("ranks", "1").split())
+    return [row | {"ranks": n, "interpreter": "interpreter" in fields} for n in ranks]
 
-    path: Path
-    says: str
-    package: str
-    case: str
-    ranks: tuple[int, ...]
-    interpreter: bool
 
-    @staticmethod
-    def read(path: Path) -> Fact:
-        """The reproducer in a file."""
-        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        says, _, rest = text.partition("\n\n")
-        fields = dict(line.split(": ", 1) for line in rest.splitlines())
-        ranks = tuple(int(n) for n in fields.get("ranks", "1").split())
-        return Fact(path, " ".join(says.split()), fields["package"], fields["case"], ranks, "interpreter" in fields)
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """A row for each number of ranks: what was found, what is right, whether they differ."""
-        found = installed_version(self.package)
-        row = {"fact": self.path.stem, "says": self.says, "package": self.package, "version": found, "case": self.case}
-        for ranks in self.ranks:
-            here = row | {"ranks": ranks, "interpreter": self.interpreter}
-            if found is None:
-                yield here | {"status": "skip", "reason": f"{self.package} is not installed"}
-                continue
-            launcher = ["-m", "torch.distributed.run", "--local-ranks-filter", "0", "--nproc-per-node", str(ranks)]
-            command = [sys.executable, *(launcher if ranks > 1 else ()), stubs.__file__, str(self.path)]
-            interpreted = self.interpreter and not torch.cuda.is_available()
-            how = os.environ | {"TRITON_INTERPRET": str(int(interpreted)), "OMP_NUM_THREADS": "1"}
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=how, check=False)
-            shown = re.search(r"^(?P<what>.+) = (?P<found>\S+), right (?P<right>\S+)$", ended.stdout, re.MULTILINE)
-            if shown is None:
-                yield here | {"status": "fail", "reason": " ".join((ended.stdout + ended.stderr).split())[-300:]}
-                continue
-            status = "reproduced" if shown["found"] != shown["right"] else "not reproduced"
-            yield here | {"status": status, **shown.groupdict()}
+def shown(path: Path) -> Iterator[dict[str, Any]]:
+    """A row for each number of ranks: what was found, what is right, whether they differ."""
+    for row in stated(path):
+        if row["version"] is None:
+            yield row | {"status": "skip", "reason": f"{row['package']} is not installed"}
+            continue
+        launcher = "-m", "torch.distributed.run", "--local-ranks-filter", "0", "--nproc-per-node", str(row["ranks"])
+        program = (*(launcher if row["ranks"] > 1 else ()), stubs.__file__, str(path))
+        ended = ran(*program, interpreted=row["interpreter"])
+        said = re.search(r"^(?P<what>.+) = (?P<found>\S+), right (?P<right>\S+)$", ended.stdout, re.MULTILINE)
+        if said is None:
+            yield row | {"status": "fail", "reason": " ".join((ended.stdout + ended.stderr).split())[-300:]}
+            continue
+        status = "reproduced" if said["found"] != said["right"] else "not reproduced"
+        yield row | {"status": status, **said.groupdict()}
 
 
 def facts(names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The rows of these reproducers, or of all, printed as they come."""
     rows = []
     for path in [FACTS / f"{name}.py" for name in names] or sorted(FACTS.glob("*.py")):
-        fact = Fact.read(path)
-        print(f"{path.stem}: {fact.says}", flush=True)
-        for row in fact.rows():
+        for row in shown(path):
             what = row.get("reason") or f"{row['what']} = {row['found']}, right {row['right']}"
-            print(f"  {row['package']} {row['version']}, {row['ranks']} ranks: {row['status']}: {what}", flush=True)
+            about = f"{row['package']} {row['version']}, {row['ranks']} ranks: {row['status']}"
+            print(f"{path.stem}: {row['says']}\n  {about}: {what}", flush=True)
             rows.append(row)
     return rows
 

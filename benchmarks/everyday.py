@@ -256,48 +256,50 @@ class Run:
                 if self.given.only not in case.label or late:
                     continue
                 try:
-                    self.keep(list(self.measured(part, case)))
+                    self.keep(self.measured(part, case))
                 except torch.OutOfMemoryError as error:
                     self.ranks.say(f"{case.label}: {one_line(error)[:200]}")
         self.ranks.leave()
         return 0 if sound else 1
 
-    def measured(self, part: str, case: Case) -> Iterator[Row]:
+    def measured(self, part: str, case: Case) -> list[Row]:
         """A row of each implementation."""
         gc.collect()
         if self.ranks.kind == "cuda":
             torch.cuda.empty_cache()
-        labels = {f"{job[0]} {job[1]} on {job[2]}": job for job in jobs(part, case, self.ranks, self.given.backends)}
-        labels = {label: job for label, job in labels.items() if job[0] not in self.given.without}
-        calls, reasons = dict[str, Call](), dict[str, str]()
-        for label, (_, _, n, loss, reason) in labels.items():
-            try:
-                if loss is not None:
-                    calls[label] = called(case, loss, *inputs(case, self.ranks, n))
-            except Exception as error:  # a peer that does not take the size
-                reason = one_line(error)[:200]
-            reasons[label] = self.ranks.failed(reason)
-        calls = {label: call for label, call in calls.items() if not reasons[label]}
-        found, failed = paired(self.ranks, calls, self.ceiling, self.slot, self.given.rounds, self.given.patience)
-        for label, (name, exchange, n, _, _) in labels.items():
-            reason, rows = reasons[label] or failed.get(label, ""), case.rows(n)
+        found, calls = list[Row](), dict[str, Call]()
+        for name, exchange, n, loss, reason in jobs(part, case, self.ranks, self.given.backends):
+            if name in self.given.without:
+                continue
+            rows = case.rows(n)
             row: Row = {"part": part, "row": case.label, "name": name, "exchange": exchange, "n": n}
             row |= {"loss": case.loss, "dtype": case.dtype, "rows": rows, "d": case.d, **case.settings}
             row |= {"scale": case.scale, "what": "both", "graph": case.graph, "each": case.each}
             row["b"] = rows if part == "everyday" else rows * n
-            if reason:
-                yield row | {"status": "skip", "reason": reason}
-                continue
-            samples = found[label]
-            row |= {"status": "measured", "milliseconds": samples.milliseconds, "calls": samples.calls}
-            row["first_seconds"] = samples.first_seconds
-            if part != "everyday":
-                flops, tops = case.flops(n), samples.ceiling
-                shares = [flops / t * 1e-9 / top for t, top in zip(samples.milliseconds, tops, strict=True)]
-                row |= {"ceiling_tflops": tops, "fraction": shares}
+            found.append(row)
+            call = None
+            try:
+                call = loss and called(case, loss, *inputs(case, self.ranks, n))
+            except Exception as error:  # a peer that does not take the size
+                reason = one_line(error)[:200]
+            reason = self.ranks.failed(reason)
+            if call is None or reason:
+                row |= {"status": "skip", "reason": reason}
+            else:
+                calls[f"{name} {exchange} on {n}"] = call
+        given = self.given
+        samples = paired(self.ranks, calls, self.ceiling, self.slot, given.rounds, given.patience)
+        for row in found:
+            label = f"{row['name']} {row['exchange']} on {row['n']}"
+            row |= samples.get(label, {})
+            tops = row.pop("ceiling_tflops", [])
+            if part != "everyday" and tops:
+                rates = [case.flops(row["n"]) / t * 1e-9 for t in row["milliseconds"]]
+                row |= {"ceiling_tflops": tops, "fraction": [x / top for x, top in zip(rates, tops, strict=True)]}
                 if not case.graph:
-                    row["peak_bytes"] = int(max(self.ranks.share(peak_extra(calls[label], "torch", self.ranks.kind))))
-            yield row
+                    peaks = self.ranks.share(peak_extra(calls[label], "torch", self.ranks.kind))
+                    row["peak_bytes"] = int(max(peaks))
+        return found
 
     def keep(self, rows: list[Row]) -> None:
         """Print rows, put them in place of those of the same key, and write the file; a skip replaces nothing."""

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -119,23 +119,6 @@ Call = Callable[[], Any]
 SIDE = {"cuda": 8192, "cpu": 512}
 
 
-@dataclass(slots=True)
-class Samples:
-    """One call's samples.
-
-    Attributes:
-        calls: how many calls each sample holds.
-        first_seconds: of the first call, with all that it compiles.
-        milliseconds: of one call on the slowest rank, a mean over each sample's calls.
-        ceiling: TFLOP/s of the ceiling product: the mean over the ranks, and over the samples just before and after.
-    """
-
-    calls: int
-    first_seconds: float
-    milliseconds: list[float] = field(default_factory=list)
-    ceiling: list[float] = field(default_factory=list)
-
-
 def elapsed(ranks: Ranks, call: Call, count: int) -> float:
     """Seconds that ``count`` calls take on the slowest rank; all begin together, with idle devices."""
     ranks.together()
@@ -175,7 +158,7 @@ def ceiling(ranks: Ranks, slot: float) -> Callable[[], float]:
 
 def paired(
     ranks: Ranks, calls: dict[str, Call], yardstick: Callable[[], float], slot: float, rounds: int, patience: float
-) -> tuple[dict[str, Samples], dict[str, str]]:
+) -> dict[str, dict[str, Any]]:
     """Samples of each call, taken in turns.
 
     Args:
@@ -187,9 +170,11 @@ def paired(
         patience: seconds that a call may take.
 
     Returns:
-        The samples, and why there are none for the others.
+        What a record has of each: its status; the reason of a skip; else the calls of a sample, the seconds of the
+        first call, with all that it compiles, the milliseconds of a call on the slowest rank in each sample, and the
+        ceiling's TFLOP/s just before and after it.
     """
-    found, reasons = dict[str, Samples](), dict[str, str]()
+    found = dict[str, dict[str, Any]]()
     for name, call in calls.items():
         reason, first = "", 0.0
         try:
@@ -202,19 +187,20 @@ def paired(
         one = math.inf if reason else elapsed(ranks, call, 1)
         if not reason and one > patience:
             reason = f"one call takes {one:.3g} s, over the {patience:g} s that it may take"
-        if reason:
-            reasons[name] = reason
-            continue
         if one < slot:
             # an eager call is replayed from a graph after a few
             one = min(elapsed(ranks, call, 2) / 2 for _ in range(2))
-        found[name] = Samples(max(1, math.ceil(slot / max(one, 1e-6))), first)
-    timed = {name: partial(elapsed, ranks, calls[name], samples.calls) for name, samples in found.items()}
-    for samples_of_round in in_turns(timed, yardstick, rounds) if timed else ():
-        for name, taken, rate in samples_of_round:
-            found[name].milliseconds.append(1e3 * taken / found[name].calls)
-            found[name].ceiling.append(rate)
-    return found, reasons
+        found[name] = {"status": "skip", "reason": reason}
+        if not reason:
+            count = max(1, math.ceil(slot / max(one, 1e-6)))
+            found[name] = {"status": "measured", "calls": count, "first_seconds": first}
+            found[name] |= {"milliseconds": [], "ceiling_tflops": []}
+    timed = {name: partial(elapsed, ranks, calls[name], row["calls"]) for name, row in found.items() if "calls" in row}
+    for samples in in_turns(timed, yardstick, rounds) if timed else ():
+        for name, taken, rate in samples:
+            found[name]["milliseconds"].append(1e3 * taken / found[name]["calls"])
+            found[name]["ceiling_tflops"].append(rate)
+    return found
 
 
 PACKAGES = ("triton", "cupy-cuda13x", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels", "open-clip-torch")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import math
 import statistics
 import sys
 from collections.abc import Callable
@@ -32,7 +31,6 @@ from contrastile.bench.sweep import seconds  # noqa: E402
 from contrastile.reporting import one_line  # noqa: E402
 
 PACKAGES = ("transformers", "sentence-transformers", "gradcache")
-PARTS = ("loss", "chunks", "steps", "memory")
 Row = dict[str, Any]
 SCALE = 20.0
 VOCABULARY, FIRST_WORD = 30522, 1000  # ids below are marks, padding among them
@@ -40,6 +38,11 @@ MINILM = {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12,
 Inputs = tuple[Tensor, Tensor]
 Step = Callable[[Inputs, int], Tensor]
 """(queries, keys), samples of a chunk -> the loss; adds to every parameter's ``.grad``."""
+
+
+def cast(x: Tensor) -> Any:
+    """Autocast to bfloat16."""
+    return torch.autocast(x.device.type, torch.bfloat16)
 
 
 class Encoder(nn.Module):
@@ -62,42 +65,22 @@ class Encoder(nn.Module):
             config = transformers.BertConfig(vocab_size=VOCABULARY, **MINILM, **more)
             self.hidden = transformers.BertModel(config, add_pooling_layer=False)
 
-    @property
-    def device(self) -> torch.device:
-        """Of the parameters."""
-        return next(self.parameters()).device
-
-    def cast(self) -> Any:
-        """Autocast to bfloat16."""
-        return torch.autocast(self.device.type, torch.bfloat16)
-
     def forward(self, ids: Tensor) -> Tensor:
         """(samples, tokens) ids -> (samples, width) float32."""
-        with self.cast():
+        with cast(ids):
             found = self.hidden(ids)
         hidden = getattr(found, "last_hidden_state", found)
         return F.normalize(hidden.float().mean(dim=1), dim=1)
-
-
-class Features(nn.Module):
-    """The encoder as a module of sentence-transformers."""
-
-    def __init__(self, encoder: Encoder) -> None:
-        super().__init__()
-        self.encoder = encoder
-
-    def forward(self, features: dict[str, Any], **_: Any) -> dict[str, Any]:
-        """The features and their embedding."""
-        return {**features, "sentence_embedding": self.encoder(features["input_ids"])}
 
 
 def ours(encoder: Encoder) -> Step:
     """``cached_step`` under autocast."""
 
     def step(inputs: Inputs, chunk: int) -> Tensor:
-        towers = encoder, encoder
-        with encoder.cast():
-            found: Tensor = training.cached_step(towers, inputs, contrastile.info_nce, scale=SCALE, chunk=chunk)
+        with cast(inputs[0]):
+            found: Tensor = training.cached_step(
+                (encoder, encoder), inputs, contrastile.info_nce, scale=SCALE, chunk=chunk
+            )
         return found
 
     return step
@@ -107,17 +90,28 @@ def sentence_transformers(encoder: Encoder) -> Step:
     """Its CachedMultipleNegativesRankingLoss, under autocast as its trainer has it."""
     package = importlib.import_module("sentence_transformers")
     losses = importlib.import_module("sentence_transformers.sentence_transformer.losses")
-    model = package.SentenceTransformer(modules=[Features(encoder)], device=str(encoder.device))
+    # the encoder as one of its modules
+    module = nn.Module()
+    module.encoder = encoder
+    module.forward = lambda features, **_: {**features, "sentence_embedding": encoder(features["input_ids"])}
+    device = str(next(encoder.parameters()).device)
+    model = package.SentenceTransformer(modules=[module], device=device)
 
     def step(inputs: Inputs, chunk: int) -> Tensor:
         criterion = losses.CachedMultipleNegativesRankingLoss(model, scale=SCALE, mini_batch_size=chunk)
-        with encoder.cast():
-            loss = criterion([{"input_ids": ids} for ids in inputs], None)
+        with cast(inputs[0]):
+            loss: Tensor = criterion([{"input_ids": ids} for ids in inputs], None)
         loss.backward()
-        found: Tensor = loss.detach()
-        return found
+        return loss.detach()
 
     return step
+
+
+def matrix(query: Tensor, key: Tensor) -> Tensor:
+    """The loss by the matrix of logits."""
+    with cast(query):
+        found: Tensor = info_nce(query, key, SCALE)
+    return found
 
 
 def grad_cache(encoder: Encoder) -> Step:
@@ -125,22 +119,14 @@ def grad_cache(encoder: Encoder) -> Step:
     # its files import each other as grad_cache, and are installed as gradcache
     sys.modules.setdefault("grad_cache", importlib.import_module("gradcache"))
     package = importlib.import_module("gradcache.grad_cache")
-
-    def loss(query: Tensor, key: Tensor) -> Tensor:
-        with encoder.cast():
-            found: Tensor = info_nce(query, key, SCALE)
-        return found
-
-    return lambda inputs, chunk: package.GradCache([encoder, encoder], chunk, loss)(*inputs)
+    return lambda inputs, chunk: package.GradCache([encoder, encoder], chunk, matrix)(*inputs)
 
 
 def plain(encoder: Encoder) -> Step:
     """No cache: the activations of the whole batch, whatever the chunk."""
 
     def step(inputs: Inputs, chunk: int) -> Tensor:
-        features = [encoder(ids) for ids in inputs]
-        with encoder.cast():
-            loss = info_nce(features[0], features[1], SCALE)
+        loss = matrix(encoder(inputs[0]), encoder(inputs[1]))
         loss.backward()
         return loss.detach()
 
@@ -169,12 +155,12 @@ class Run:
         settings = {name: value for name, value in vars(given).items() if name not in ("out", "commit", "device")}
         settings |= {"scale": SCALE, "autocast": "bfloat16"}
         environment = facts(self.ranks, given.commit, PACKAGES)
-        self.data: dict[str, Any] = {"environment": environment, "settings": settings, **{part: [] for part in PARTS}}
+        self.data: dict[str, Any] = {"environment": environment, "settings": settings}
 
     def keep(self, part: str, row: Row) -> None:
         """Print a row, add it, and write the file."""
         print(f"{part}: {row}", flush=True)
-        self.data[part].append(row)
+        self.data.setdefault(part, []).append(row)
         write(self.given.out, self.data)
 
     def once(self, step: Step, b: int, chunk: int) -> Row:
@@ -201,63 +187,48 @@ class Run:
             torch.cuda.empty_cache()
         return row
 
-    def loss_alone(self, b: int) -> None:
-        """``info_nce`` forward and backward on features of the batch."""
-        random = torch.randn(2, b, self.encoder.width, device=self.ranks.device)
+    def all(self) -> None:
+        """Everything; competitors take turns, each with every chunk, and the chunk of its fastest step counts."""
+        batch, chunks = self.given.batch, self.given.chunks
+        random = torch.randn(2, batch, self.encoder.width, device=self.ranks.device)
         leaves = [F.normalize(x, dim=1).requires_grad_() for x in random]
 
-        def call() -> Any:
-            with self.encoder.cast():
+        def alone() -> Any:
+            with cast(random):
                 return torch.autograd.grad(contrastile.info_nce(leaves[0], leaves[1], SCALE), leaves)
 
         # the first ones compile, and are captured in a graph
-        taken = [seconds(call, self.ranks.kind) for _ in range(8)][3:]
-        self.keep("loss", {"b": b, "d": self.encoder.width, "s": statistics.median(taken)})
-
-    def best_chunk(self, name: str, step: Step) -> Row:
-        """The step of the smallest chunk within 2 % of the fastest, at an eighth of the batch; or a skip."""
-        chunks = self.given.chunks
-        b = max(self.given.batch // 8, max(chunks))
-        self.once(step, b, max(chunks))  # compiles, loads, allocates
-        rows = [self.once(step, b, chunk) for chunk in chunks]
-        for row in rows:
-            self.keep("chunks", {"name": name, **row})
-        good = [row for row in rows if row["status"] == "measured"]
-        fastest = min((row["s"] for row in good), default=0.0)
-        return next((row for row in good if row["s"] <= 1.02 * fastest), rows[0])
-
-    def all(self) -> None:
-        """Everything; competitors take turns."""
-        batch, smallest = self.given.batch, min(self.given.chunks)
-        self.loss_alone(batch)
-        steps, rows = dict[str, Step](), dict[str, Row]()
+        taken = [seconds(alone, self.ranks.kind) for _ in range(8)][3:]
+        self.keep("loss", {"b": batch, "d": self.encoder.width, "s": statistics.median(taken)})
+        steps = dict[str, Step]()
         for name, make in CACHES.items():
             try:
                 steps[name] = make(self.encoder)
-                rows[name] = self.best_chunk(name, steps[name])
+                # compiles, loads, allocates
+                self.once(steps[name], max(batch // 8, *chunks), max(chunks))
             except Exception as error:  # other people's modules may raise anything on import
-                rows[name] = {"status": "skip", "reason": one_line(error)[:200]}
-        samples: dict[str, list[float]] = {name: [] for name, row in rows.items() if row["status"] == "measured"}
+                self.keep("steps", {"name": name, "status": "skip", "reason": one_line(error)[:200]})
+        rows: dict[tuple[str, int], list[Row]] = {(name, chunk): [] for name in steps for chunk in chunks}
         for _ in range(self.given.rounds):
-            for name, taken in samples.items():
-                row = self.once(steps[name], batch, rows[name]["chunk"])
-                if row["status"] == "measured":
-                    taken.append(row["s"])
-                    middle = statistics.median(taken)
-                    row |= {"s": middle, "pairs_per_second": batch / middle, "samples": taken}
-                if row["status"] == "measured" or not taken:
-                    rows[name] = row
+            for (name, chunk), found in rows.items():
+                found.append(self.once(steps[name], batch, chunk))
+        for name in steps:
+            here = [found for (whose, _), found in rows.items() if whose == name]
+            good = [found for found in here if all(row["status"] == "measured" for row in found)]
+            timed = {statistics.median(row["s"] for row in found): found for found in good}
+            s = min(timed, default=0.0)
+            samples = [row["s"] for row in timed.get(s, [])]
+            more = {"s": s, "pairs_per_second": batch / s, "samples": samples} if good else {}
+            self.keep("steps", {"name": name, **timed.get(s, here[0])[-1], **more})
         # without a cache, at the largest size that fits
         b, step = min(self.given.plain, batch), plain(self.encoder)
         while self.once(step, b, b)["status"] == "skip" and b > 1:
             b //= 2
         row = self.once(step, b, b)
-        rows[PLAIN] = row | {"pairs_per_second": b / row.get("s", math.inf)}
-        for name, row in rows.items():
-            self.keep("steps", {"name": name, **row})
+        self.keep("steps", {"name": PLAIN, **row, "pairs_per_second": b / row.get("s", float("inf"))})
         # ours over the batch, all in chunks of one size
-        while batch >= smallest:
-            self.keep("memory", self.once(ours(self.encoder), batch, smallest))
+        while batch >= min(chunks):
+            self.keep("memory", self.once(ours(self.encoder), batch, min(chunks)))
             batch //= 4
 
 

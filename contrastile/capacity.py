@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from contrastile.backends.arrays import FLOATS, ITEMSIZE
-from contrastile.backends.choice import RANKS, SOFTMAX, choose
+from contrastile.backends.choice import choose
 from contrastile.backends.contract import Backend, BackendUnavailableError, Footprint, Options, state_dtype
 from contrastile.backends.registry import load
 from contrastile.reporting import CannotRunError, cannot_run, colored, plain_table, within, write_json
@@ -138,7 +138,7 @@ def capacity(setup: Setup) -> Capacity:
     """
     name = setup.backend
     if name == "auto":
-        name = choose("torch", setup.device, setup.dtype, form=SOFTMAX if setup.gpus == 1 else RANKS)
+        name = choose("torch", setup.device, setup.dtype, group=setup.gpus > 1)
     backend = load(name)
     backend.check_device(setup.device)
     backend.check_dtype(setup.dtype)

@@ -49,7 +49,7 @@ def loss(plan: Plan, wanted: local.Wanted | None = None) -> Found:
     """
     backend, library = plan.backend, plan.library
     if replicate.applies(plan.problem):
-        whole = replicate.gathered(plan.problem, library)
+        whole = replicate.replicated(plan.problem, library)
         alone, told = replace(plan, problem=whole), None if wanted is None else replicate.wanted_of_whole(wanted)
         value, *state = _from_graphs(
             alone, ("loss", told), whole.arrays(), lambda given: loss(_launched(alone).with_arrays(given), told)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -22,7 +23,7 @@ from contrastile.backends.cupy.devices import gpus
 from contrastile.backends.registry import Known, available, known
 from contrastile.bench import agreement, peers
 from contrastile.environment import measurement_environment, torch_sees_a_gpu, version
-from contrastile.reporting import CannotRunError, cannot_run, colored, show_table, why_not_writable, write_json
+from contrastile.reporting import CannotRunError, colored, show_table, why_not_writable, write_json
 
 State = Literal["ok", "missing", "broken", "wrong"]
 
@@ -33,6 +34,7 @@ EXTRAS = {
     "mpi4py": ("mpi", "many processes over MPI"),
     "pytest": ("verify", "the checks of contrastile verify"),
     "xdist": ("verify", "the processes of contrastile verify (pytest-xdist)"),
+    "hypothesis": ("verify", "drawn problems in contrastile verify"),
     "rich": ("verify", "tables and progress bars"),
     "matplotlib": ("verify", "contrastile bench --plot"),
 }
@@ -40,12 +42,7 @@ EXTRAS = {
 
 SCALE = 100.0
 
-_LOSSES = {
-    choice.SOFTMAX: "clip_loss, info_nce",
-    choice.SYMMETRIC: "nt_xent, sup_con",
-    choice.SIGMOID: "sigmoid_loss",
-    choice.RANKS: "any loss with a group",
-}
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 _NVIDIA = ("triton", "cupy")
 """Backends, and packages, that are of use with an NVIDIA GPU alone."""
@@ -81,28 +78,27 @@ def main(args: argparse.Namespace) -> int:
     """Run ``contrastile doctor``.
 
     Returns:
-        0 when at least one backend agrees with the oracle, else 1; 2 when it was interrupted or its file cannot be
-        written. A missing optional package is no failure.
+        0 when at least one backend agrees with the oracle, else 1. A missing optional package is no failure.
+
+    Raises:
+        CannotRunError: it was interrupted, or its file cannot be written.
     """
-    reason = why_not_writable(args.json)
-    if reason is not None:
-        return cannot_run("doctor", reason)
+    if reason := why_not_writable(args.json):
+        raise CannotRunError(reason)
     facts = measurement_environment("cuda" if _torch_gpus() else "cpu")
-    findings: list[Finding] = []
+    findings, interrupted = list[Finding](), False
     try:
-        for finding in examine():
-            findings.append(finding)
+        findings.extend(examine())
     except KeyboardInterrupt:
-        reason = "interrupted; this is what was found until then"
+        interrupted = True
     works = any(each.kind == "backend" and each.state == "ok" for each in findings)
-    show(facts, findings, works, complete=reason is None)
+    show(facts, findings, works, complete=not interrupted)
     if args.json:
-        verdict = "interrupted" if reason else "pass" if works else "fail"
-        try:
-            write_json(args.json, {"verdict": verdict, "environment": facts, "findings": list(map(asdict, findings))})
-        except CannotRunError as error:
-            reason = str(error)
-    return cannot_run("doctor", reason) if reason else 0 if works else 1
+        verdict = "interrupted" if interrupted else "pass" if works else "fail"
+        write_json(args.json, {"verdict": verdict, "environment": facts, "findings": list(map(asdict, findings))})
+    if interrupted:
+        raise CannotRunError("interrupted; this is what was found until then")
+    return 0 if works else 1
 
 
 def examine() -> Iterator[Finding]:
@@ -111,7 +107,12 @@ def examine() -> Iterator[Finding]:
     for name, entry in known().items():
         yield _backend(name, entry, missing.get(name))
     yield from _choices()
-    yield from map(_package, EXTRAS)
+    for name, (extra, purpose) in EXTRAS.items():
+        found = version(name)
+        remedy = "" if found or (name in _NVIDIA and not _nvidia()) else f"pip install 'contrastile[{extra}]'"
+        yield Finding(
+            "package", name, "ok" if found else "missing", f"{found}: {purpose}" if found else purpose, remedy
+        )
     yield from _gpus()
 
 
@@ -119,12 +120,8 @@ def show(facts: dict[str, Any], findings: list[Finding], works: bool, *, complet
     """Print the environment, the findings, and the verdict unless nothing works in an incomplete report."""
     known_facts = [(name, str(value)) for name, value in facts.items() if value is not None]
     show_table("Environment", ("fact", "value"), known_facts)
-    for kind, title in (
-        ("backend", "Backends"),
-        ("auto", 'What "auto" takes'),
-        ("package", "Packages"),
-        ("gpu", "GPUs"),
-    ):
+    titles = {"backend": "Backends", "auto": 'What "auto" takes', "package": "Packages", "gpu": "GPUs"}
+    for kind, title in titles.items():
         rows = [(each.name, each.state, each.detail) for each in findings if each.kind == kind]
         if rows:
             show_table(title, ("name", "state", "detail"), rows, style=lambda cell: _STYLES.get(cell, ""))
@@ -145,7 +142,9 @@ def _backend(name: str, entry: Known, missing: str | None) -> Finding:
         return Finding("backend", name, "missing", detail, remedy)
     try:
         implementation = peers.ours(name)
-        device, dtype = _place(implementation)
+        # a GPU only where it refuses the CPU
+        places = ((dtype, device) for device in ("cpu", "cuda") for dtype in _DTYPES)
+        dtype, device = next(x for x in places if implementation.refuses(*x) is None)
         if device == "cuda" and implementation.library == "torch" and not torch_sees_a_gpu():
             return Finding("backend", name, "missing", "runs on cuda, and torch sees no GPU here", _cuda_torch())
         start = time.perf_counter()
@@ -167,68 +166,45 @@ def _backend(name: str, entry: Known, missing: str | None) -> Finding:
 
 
 def _choices() -> Iterator[Finding]:
-    """What "auto" takes for torch tensors of the usual dtypes, on a GPU for each form of a loss; and why."""
-    if find_spec("torch") is None:
-        return
-    try:
-        place = "cuda" if torch_sees_a_gpu() else "cpu"
-    except (ImportError, OSError):
+    """What "auto" takes for torch tensors of the usual dtypes, on a GPU without a group and with one; and why."""
+    place = "cuda" if _torch_gpus() else "cpu"
+    if "torch" not in sys.modules:
         return
     for dtype in ("float32", "bfloat16"):
         taken: dict[choice.Choice, list[str]] = {}
-        for form, losses in _LOSSES.items():
-            taken.setdefault(choice.explained("torch", place, dtype, "auto", form), []).append(losses)
+        for group in (False, True):
+            found = choice.explained("torch", place, dtype, "auto", group)
+            taken.setdefault(found, []).append("with a group" if group else "without a group")
         for found, served in taken.items():
             name = f"{dtype} on {place}" + (f": {', '.join(served)}" if len(taken) > 1 else "")
             how = f" with precision={choice.auto_precision(found.name)!r}" if dtype == "float32" else ""
             yield Finding("auto", name, "ok", f"{found.name}{how} ({found.why})")
 
 
-def _place(implementation: peers.Implementation) -> tuple[str, str]:
-    """The first device and dtype that a backend takes: a GPU only where it refuses the CPU."""
-    for device in ("cpu", "cuda"):
-        for dtype in ("float32", "float16", "bfloat16", "float64"):
-            if implementation.refuses(dtype, device) is None:
-                return device, dtype
-    return "cpu", "float32"
-
-
-def _package(name: str) -> Finding:
-    extra, purpose = EXTRAS[name]
-    found = version(name)
-    if found is None:
-        remedy = "" if name in _NVIDIA and not _nvidia() else f"pip install 'contrastile[{extra}]'"
-        return Finding("package", name, "missing", purpose, remedy)
-    return Finding("package", name, "ok", f"{found}: {purpose}")
-
-
-def _gpus() -> list[Finding]:
+def _gpus() -> Iterator[Finding]:
     """The GPUs that torch sees, or CuPy where there is no torch; or that torch sees none although there is a driver."""
-    if find_spec("torch") is None and find_spec("cupy") is not None:
-        try:
-            return [Finding("gpu", gpu, "ok", f"{size / 2**30:.0f} GiB") for gpu, size in gpus()]
-        except (ImportError, OSError):
-            return []
+    try:
+        if find_spec("torch") is None and find_spec("cupy") is not None:
+            yield from (Finding("gpu", gpu, "ok", f"{size / 2**30:.0f} GiB") for gpu, size in gpus())
+    except (ImportError, OSError):
+        return
     count = _torch_gpus()
-    if not count:
-        if not (_nvidia() and find_spec("torch")):
-            return []
-        return [Finding("gpu", "NVIDIA", "missing", "a driver is installed, but torch sees no GPU", _cuda_torch())]
-    import torch
+    for i in range(count):
+        import torch
 
-    devices = (torch.cuda.get_device_properties(i) for i in range(count))
-    return [Finding("gpu", each.name, "ok", f"{each.total_memory / 2**30:.0f} GiB") for each in devices]
+        each = torch.cuda.get_device_properties(i)
+        yield Finding("gpu", each.name, "ok", f"{each.total_memory / 2**30:.0f} GiB")
+    if not count and _nvidia() and find_spec("torch"):
+        yield Finding("gpu", "NVIDIA", "missing", "a driver is installed, but torch sees no GPU", _cuda_torch())
 
 
 def _torch_gpus() -> int:
     """How many GPUs torch sees; 0 where it is missing or broken."""
     try:
-        if not torch_sees_a_gpu():
-            return 0
         import torch
     except (ImportError, OSError):
         return 0
-    return torch.cuda.device_count()
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _nvidia() -> bool:

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,7 +48,14 @@ def measurement_environment(device: str = "cpu") -> dict[str, Any]:
         import torch
     except (ImportError, OSError):
         return facts
-    facts |= _torch_facts(torch)
+    blas = re.search(r"\bBLAS_INFO=(\w+)", torch.__config__.show())
+    facts |= {
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch_blas": blas.group(1) if blas else "unknown",
+    }
     if device == "cuda" and torch.cuda.is_available():
         facts["device"] = torch.cuda.get_device_name()
     return facts
@@ -78,25 +86,10 @@ def version(module: str) -> str | None:
 
     The module is looked for, not imported.
     """
-    try:
-        if importlib.util.find_spec(module) is None:
-            return None
-    except (ImportError, ValueError):
+    if importlib.util.find_spec(module) is None:
         return None
-    for distribution in importlib.metadata.packages_distributions().get(module, []):
-        return importlib.metadata.version(distribution)
-    return "of unknown version"
-
-
-def _torch_facts(torch: Any) -> dict[str, Any]:
-    blas = re.search(r"\bBLAS_INFO=(\w+)", torch.__config__.show())
-    return {
-        "torch": torch.__version__,
-        "torch_cuda": torch.version.cuda,
-        "threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "torch_blas": blas.group(1) if blas else "unknown",
-    }
+    found = importlib.metadata.packages_distributions().get(module)
+    return importlib.metadata.version(found[0]) if found else "of unknown version"
 
 
 def _numpy_blas() -> str:
@@ -124,11 +117,7 @@ def _cores() -> int:
 def _commit() -> str | None:
     """The git commit that this package's files are checked out from, or None."""
     folder = Path(__file__).resolve().parents[1]
-    if not (folder / ".git").exists():
+    if not (folder / ".git").exists() or not shutil.which("git"):
         return None
-    try:
-        command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None

@@ -9,14 +9,13 @@ from functools import partial
 from typing import Any, Unpack
 
 from contrastile import compute, problems, validation
-from contrastile.backends.choice import RANKS, SIGMOID, SOFTMAX, SYMMETRIC, choose, settled
+from contrastile.backends.choice import choose, settled
 from contrastile.backends.contract import Options
 from contrastile.backends.eager import outside_of_graphs
 from contrastile.backends.registry import checked, require
 from contrastile.plan import Given, Plan, Settings, complete
 from contrastile.schedules import local
 from contrastile.schedules.handshake import Handshake
-from contrastile.schedules.problem import Problem
 
 Array = Any
 Builder = Callable[..., problems.LossProblem]
@@ -87,17 +86,8 @@ def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan,
     dtype = library.dtype(problem.rows)
     if backend == "auto":
         place = library.place(problem.rows) if blocking is None else str(blocking.device)
-        backend = choose(library.name, place, dtype, options.precision, _form(problem))
+        backend = choose(library.name, place, dtype, options.precision, problem.placement is not None)
     return Plan(problem, backend, settled(options, backend, dtype), library), loss
-
-
-def _form(problem: Problem) -> str:
-    """The form of a problem's loss, one of ``choice.FORMS``."""
-    if problem.placement is not None:
-        return RANKS
-    if problem.kind == "sigmoid":
-        return SIGMOID
-    return SOFTMAX if problem.columns else SYMMETRIC
 
 
 def _checked(given: dict[str, Any]) -> tuple[str, Options, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, SupportsIndex, Unpack
+from typing import Any, ClassVar, SupportsIndex, Unpack
 
 from contrastile.backends.registry import require
 from contrastile.evaluation import evaluate
@@ -29,7 +29,13 @@ _USUAL: dict[str, Any] = {
 
 
 class _Loss(torch.nn.Module):
-    """What every loss module keeps: how its loss is computed, and with whom."""
+    """What every loss module keeps: how its loss is computed, and with whom.
+
+    Attributes:
+        name: the loss's.
+    """
+
+    name: ClassVar[str] = "clip_loss"
 
     def __init__(self, rank: int, world_size: int, options: dict[str, Any], **settings: Unpack[Settings]) -> None:
         super().__init__()
@@ -53,11 +59,46 @@ class _Loss(torch.nn.Module):
         """The processes that share the batch, or None."""
         return self.settings["group"]
 
-    def _evaluate(self, name: str, *args: Any, **of_batch: Any) -> Any:
-        """The loss of this name."""
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = None,
+        output_dict: bool = False,
+        *,
+        ids: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor | dict[str, Tensor]:
+        """The loss, or ``{"contrastive_loss": loss}`` with ``output_dict``.
+
+        Args:
+            image_features: (b, d), normalised by the caller.
+            text_features: (b, d).
+            logit_scale: the factor itself, exp of the learned parameter, as open_clip passes it.
+            logit_bias: added to every logit of ``SigLipLoss``, where it starts at -10. It has no effect on a softmax;
+                its gradient is 0 there. None adds nothing.
+            output_dict: whether to return a dict.
+            ids: (b,) integers, or None: see ``contrastile.clip_loss``.
+            weights: (b,) likewise.
+
+        Raises:
+            TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
+                ``contrastile.clip_loss``.
+        """
+        bias = 0.0 if logit_bias is None else logit_bias
+        numbers = (logit_scale, bias) if self.name == "sigmoid_loss" else (logit_scale,)
+        given = {"ids": ids, "weights": weights, **self.options}
+        loss = self._evaluate(BUILDERS[self.name], image_features, text_features, *numbers, **given)
+        if self.name == "clip_loss" and isinstance(logit_bias, Tensor):
+            # zero, but a parameter that took part: DDP would otherwise wait for its gradient
+            loss = loss + 0.0 * logit_bias.sum()
+        return {"contrastive_loss": loss} if output_dict else loss
+
+    def _evaluate(self, build: Callable[..., LossProblem], *args: Any, **given: Any) -> Any:
         if self.group is None:
-            return evaluate(BUILDERS[name], self.settings, *args, **of_batch, **self.options)
-        return evaluate(self._confirmed, self.settings, BUILDERS[name], *args, **of_batch, **self.options)
+            return evaluate(build, self.settings, *args, **given)
+        return evaluate(self._confirmed, self.settings, build, *args, **given)
 
     def _confirmed(self, build: Callable[..., LossProblem], *args: Any, world: Handshake, **given: Any) -> LossProblem:
         """The problem; raise, on every rank, if the rank and world size that were given are not the group's."""
@@ -123,39 +164,6 @@ class ClipLoss(_Loss):
             )
         options = {"ids_are": ids_are, "sum_positives": sum_positives, "label_smoothing": label_smoothing}
         super().__init__(rank, world_size, {**options, "margin": margin}, **settings)
-
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor | float,
-        logit_bias: Tensor | float | None = None,
-        output_dict: bool = False,
-        *,
-        ids: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> Tensor | dict[str, Tensor]:
-        """The loss, or ``{"contrastive_loss": loss}`` with ``output_dict``.
-
-        Args:
-            image_features: (b, d), normalised by the caller.
-            text_features: (b, d).
-            logit_scale: the factor itself, exp of the learned parameter, as open_clip passes it.
-            logit_bias: has no effect on a softmax; its gradient is 0.
-            output_dict: whether to return a dict.
-            ids: (b,) integers, or None: see ``contrastile.clip_loss``.
-            weights: (b,) likewise.
-
-        Raises:
-            TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
-                ``contrastile.clip_loss``.
-        """
-        batch = {"ids": ids, "weights": weights}
-        loss = self._evaluate("clip_loss", image_features, text_features, logit_scale, **batch)
-        if isinstance(logit_bias, Tensor):
-            # zero, but a parameter that took part: DDP would otherwise wait for its gradient
-            loss = loss + 0.0 * logit_bias.sum()
-        return _result(loss, output_dict)
 
 
 class CoCaLoss(ClipLoss):
@@ -246,6 +254,8 @@ class SigLipLoss(_Loss):
         TypeError: the rank or the world size is no integer.
     """
 
+    name = "sigmoid_loss"
+
     def __init__(
         self,
         cache_labels: bool = False,
@@ -262,38 +272,3 @@ class SigLipLoss(_Loss):
                 "chooses here"
             )
         super().__init__(rank, world_size, {"ids_are": ids_are}, **settings)
-
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor | float,
-        logit_bias: Tensor | float | None,
-        output_dict: bool = False,
-        *,
-        ids: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> Tensor | dict[str, Tensor]:
-        """The loss, or ``{"contrastive_loss": loss}`` with ``output_dict``.
-
-        Args:
-            image_features: (b, d), normalised by the caller.
-            text_features: (b, d).
-            logit_scale: the factor itself, exp of the learned parameter, as open_clip passes it.
-            logit_bias: added to every logit; SigLIP starts it at -10. None adds nothing.
-            output_dict: whether to return a dict.
-            ids: (b,) integers, or None: see ``contrastile.sigmoid_loss``.
-            weights: (b,) likewise.
-
-        Raises:
-            TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
-                ``contrastile.sigmoid_loss``.
-        """
-        bias = 0.0 if logit_bias is None else logit_bias
-        given = image_features, text_features, logit_scale, bias
-        loss = self._evaluate("sigmoid_loss", *given, ids=ids, weights=weights)
-        return _result(loss, output_dict)
-
-
-def _result(loss: Any, output_dict: bool) -> Tensor | dict[str, Tensor]:
-    return {"contrastive_loss": loss} if output_dict else loss

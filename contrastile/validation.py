@@ -252,17 +252,9 @@ def integers(name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, li
     """
     if not arrays.owns(x):
         raise TypeError(f"{name} must be an integer array like the features, got {type(x).__name__}; convert it")
-    _dense(name, x, "vector", arrays)
     if arrays.dtype(x) not in INTEGERS:
         raise TypeError(f"{name} must be integers ({', '.join(INTEGERS)}), got {arrays.dtype(x)}; convert it to int64")
-    if tuple(x.shape) != (length,):
-        raise ValueError(
-            f"{name} must have shape ({length},), one for each {of}, got {tuple(x.shape)}; give every {of} one"
-        )
-    if arrays.place(x) != arrays.place(like):
-        raise ValueError(
-            f"{name} must be on the features' device {arrays.place(like)}, got {arrays.place(x)}; move it there"
-        )
+    _one_for_each(name, x, length, of, arrays, like)
     return arrays.cast(x, "int64")
 
 
@@ -276,18 +268,23 @@ def weights(x: Any, length: int, of: str, arrays: ArrayLibrary, like: Array) -> 
     if not arrays.owns(x) or arrays.dtype(x) not in FLOATS:
         got = arrays.dtype(x) if arrays.owns(x) else type(x).__name__
         raise TypeError(f"weights must be a floating-point array like the features, got {got}; convert it to float32")
-    _dense("weights", x, "vector", arrays)
-    if tuple(x.shape) != (length,):
-        raise ValueError(
-            f"weights must have shape ({length},), one for each {of}, got {tuple(x.shape)}; give every {of} one"
-        )
-    if arrays.place(x) != arrays.place(like):
-        raise ValueError(
-            f"weights must be on the features' device {arrays.place(like)}, got {arrays.place(x)}; move it there"
-        )
+    _one_for_each("weights", x, length, of, arrays, like)
     if getattr(x, "requires_grad", False):
         raise ValueError("weights must not require a gradient, got some that do; detach() them")
     return arrays.cast(x, "float64")
+
+
+def _one_for_each(name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, like: Array) -> None:
+    """Raise unless it is a dense vector of this length on the features' device."""
+    _dense(name, x, "vector", arrays)
+    if tuple(x.shape) != (length,):
+        raise ValueError(
+            f"{name} must have shape ({length},), one for each {of}, got {tuple(x.shape)}; give every {of} one"
+        )
+    if arrays.place(x) != arrays.place(like):
+        raise ValueError(
+            f"{name} must be on the features' device {arrays.place(like)}, got {arrays.place(x)}; move it there"
+        )
 
 
 def option(name: str, x: Any, least: float, most: float) -> float:

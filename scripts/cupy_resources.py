@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from contrastile.backends.cupy import cubins
 from contrastile.backends.cupy.build import (
     OPTIONS,
     SOURCES,
@@ -50,16 +49,13 @@ def resources(instance: Instance, capability: int, *, cached: bool = False) -> d
     static = re.search(r"(\d+) bytes smem", said)
     name = instance.kernel.partition("<")[0]
     family = next((x for x in (HOPPER, kernel_family("float32", capability)) if name.endswith(x.name)), None)
-    dynamic = 0
-    if family is not None:
-        dynamic = cubins.integer(compiled.cubin, f"{name}_shared") if family.shared is None else family.shared
     return {
         "kernel": instance.kernel,
         "architecture": architecture_name(capability),
         "registers": int(registers[1]),
         "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
         "stack": int(stack[1]),
-        "shared": dynamic + (0 if static is None else int(static[1])),
+        "shared": (0 if family is None else family.shared) + (0 if static is None else int(static[1])),
         "threads": 0 if family is None else family.threads,
         "resident": 0 if family is None else family.resident,
         "warnings": len(re.findall(r"\bwarning\b", compiled.log)),

@@ -1,14 +1,12 @@
-"""The torch operators: opcheck, compilation, strides, reuse, upstream gradients, what they save."""
+"""The torch operators: opcheck, compilation, and defaults of torch's that are not those of the features."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastile
 from contrastile import autograd, problems
@@ -128,29 +126,3 @@ def test_the_default_dtype_is_not_that_of_the_loss() -> None:
     assert found.dtype == torch.float32
     assert torch.equal(found, expected)
     assert all(map(torch.equal, got, gradients(expected, *leaves)))
-
-
-def step(loss: Loss, backend: str) -> list[Tensor]:
-    leaves = features(), features(seed=1), number(14.3)
-    value = loss(*leaves, backend)
-    return [value.detach(), *gradients(value, *leaves, upstream=0.7)]
-
-
-class Seen(TorchDispatchMode):
-    """The operators of this package that torch is told of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operator.namespace == "contrastile":
-            self.names.append(operator.__name__)
-        return operator(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_dispatch_mode_sees_the_operators(loss: Loss) -> None:
-    with Seen() as seen:
-        step(loss, "torch")
-    assert seen.names == ["loss.default", "gradients.default"]

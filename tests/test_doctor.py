@@ -1,4 +1,3 @@
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,16 +5,14 @@ from typing import Any
 
 import pytest
 
-from contrastile import doctor, environment
+from contrastile import cli, doctor, environment
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.registry import BUILT_IN, Known
 from contrastile.bench.agreement import Agreement
 
 
 def run(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    doctor.add_arguments(parser)
-    return doctor.main(parser.parse_args(words))
+    return cli.main(["doctor", *words])
 
 
 def test_it_finds_what_works_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,9 +66,10 @@ HOMES = {
     "cupy": ("backends.cupy", "comm.nccl"),
     "cuda": ("backends.cupy",),
     "mpi4py": ("comm.mpi", "verify"),
+    "hypothesis": ("verify",),
     "pytest": ("verify",),
     "rich": ("reporting",),
-    "matplotlib": ("bench",),
+    "matplotlib": ("bench", "verify"),
     "sentence_transformers": ("integrations.sentence_transformers",),
     "transformers": ("integrations.transformers",),
 }

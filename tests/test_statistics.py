@@ -10,10 +10,6 @@ from torch import Tensor
 
 import contrastile
 from contrastile import training
-from contrastile.backends.registry import load
-from contrastile.verify import statistics
-from contrastile.verify.trial import Subject
-from contrastile.verify.worlds import Threads
 
 M, N = 19, 27
 draw = torch.Generator().manual_seed(0)
@@ -21,13 +17,6 @@ ROWS, COLUMNS = (torch.randn(n, 6, generator=draw, dtype=torch.float64) for n in
 OF_ROWS, OF_COLUMNS = (torch.randint(0, 7, (n,), generator=draw) for n in (M, N))
 IDS: dict[str, Any] = {"row_ids": OF_ROWS, "column_ids": OF_COLUMNS, "ids_are": "positives"}
 SCALE = torch.tensor(1.5, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_the_ranks_numbers_add_up_to_one_loss(ranks: int) -> None:
-    found = dict(statistics.over_ranks(Subject("torch", load("torch"), "float64", world=Threads(ranks)), ""))
-    assert len(found) == 5 * 3
-    assert {label: str(worst) for label, worst in found.items() if not worst.ratio < 1} == {}
 
 
 def loss(*given: Any, **settings: Any) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,17 +26,18 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_command_can_be_given(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    seen = set()
+    seen, mutants = set(), list[str]()
     parser = {"verify": argparse.ArgumentParser(), "mutate": argparse.ArgumentParser()}
     verify.add_arguments(parser["verify"])
     mutate.add_arguments(parser["mutate"])
-    for job in script.jobs(script.LIMITS, 100, 3, 16, tmp_path):
+    for job in script.jobs(100, 3, 16, tmp_path):
         words = job.command[job.command.index(sys.executable) + 1 :]
         if job.step == "kernels":
             importlib.import_module("cupy_resources").main([*words[1:], "--match", "no such kernel"])
             continue
         if words[1] == "contrastile":
             seen.add(words[2])
+            mutants = words[2:] if words[2] == "mutate" else mutants
             parser[words[2]].parse_args(words[3:])
             continue
         seen.add("pytest")
@@ -50,48 +50,39 @@ def test_every_command_can_be_given(script: Any, tmp_path: Path, capsys: pytest.
         assert all(chosen in file.read_text(encoding="utf-8") for file in files)
     assert seen == {"verify", "mutate", "pytest"}
     assert {*script.SMALL_CASES, "drawn"} <= {*cases.names(), *(each.case for each in PROPERTIES.values())}
-    assert main([*script.mutants(8, tmp_path).command[3:], "--list"]) == 0
+    assert main([*mutants, "--list"]) == 0
     listed = capsys.readouterr().out
     assert "triton:zero-pad-counted" in listed
     assert "cupy:plain-log" in listed
 
 
 def test_so_many_problems_are_drawn(script: Any, tmp_path: Path) -> None:
-    drawn = script.drawn(100_000, 5, tmp_path)
+    drawn = [job for job in script.jobs(100_000, 5, 8, tmp_path) if job.step == "drawn"]
     assert sum(job.facts["problems"] for job in drawn) == 100_000
     of_one = {job.facts["seed"] for job in drawn if job.name.startswith("cupy-float16")}
     assert of_one == {*range(5, 12)}
-    assert sum(job.facts["problems"] for job in script.drawn(7, 0, tmp_path)) >= 7
 
 
+@pytest.mark.parametrize(
+    ("program", "seconds", "why"),
+    [
+        ("print('PASS: 3 passed')", 300.0, ""),
+        ("print('FAIL: 1 failed'); raise SystemExit(1)", 300.0, "exit code 1"),
+        ("print('4 skipped')", 300.0, "nothing ran"),
+        ("import time; time.sleep(60)", 1.0, "not done in time"),
+        ("print('PASS: 3 passed')", -1.0, "not done in time"),
+        (None, 300.0, "exit code 127"),
+    ],
+    ids=["sound", "wrong", "skipped", "endless", "late", "missing"],
+)
 def test_a_job_passes_only_if_it_has_shown_something(
-    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    program: str | None, seconds: float, why: str, script: Any, tmp_path: Path
 ) -> None:
-    programs = {
-        "sound": "print('PASS: 3 passed')",
-        "wrong": "print('FAIL: 1 failed'); raise SystemExit(1)",
-        "skipped": "print('4 skipped')",
-        "endless": "import time; time.sleep(60)",
-    }
-    queue = [
-        script.Job(name, "all", [sys.executable, "-S", "-c", text], judge=script.ran) for name, text in programs.items()
-    ]
-    queue += [script.Job("missing", "all", ["no-such-program"]), script.Job("late", "all", ["no-such-program"])]
-    limits = dict.fromkeys([*programs, "missing"], 300.0) | {"endless": 1.0, "late": -1.0}
-    script.run(queue, len(queue), tmp_path, limits)
-    found = script.summary(queue, 1.0)["steps"]
-    assert {name: step["status"] for name, step in found.items()} == {
-        name: "pass" if name == "sound" else "fail" for name in limits
-    }
-    why = {name: step["jobs"]["all"]["why"] for name, step in found.items()}
-    assert why["wrong"] == "exit code 1"
-    assert why["skipped"] == "nothing ran"
-    assert why["endless"] == "not done within 1 s"
-    assert why["late"] == "not begun within -1 s"
-    assert why["missing"].startswith("no-such-program: ")
-    assert json.loads(json.dumps(found))["sound"]["jobs"]["all"]["said"] == "PASS: 3 passed"
-    assert (tmp_path / "wrong-all.log").read_text() == "FAIL: 1 failed\n"
-    assert "FAIL" in capsys.readouterr().out
+    command = ["no-such-program"] if program is None else [sys.executable, "-S", "-c", program]
+    job = script.Job("verify", "one", command, {"seed": 3})
+    row = script.run(job, tmp_path, script.time.monotonic() + seconds)
+    assert (row["status"], row["why"], row["seed"]) == ("fail" if why else "pass", why, 3)
+    assert seconds < 300 or row["said"] in (tmp_path / "verify-one.log").read_text()
 
 
 SAID = """========= COMPUTE-SANITIZER
@@ -110,12 +101,17 @@ SAID = """========= COMPUTE-SANITIZER
 def test_what_a_sanitizer_finds_is_counted_by_kernel(script: Any) -> None:
     cublas, ours = "void cutlass::Kernel2<a_nt_align8>", "void contrastile::measure<float>"
     assert script.findings(SAID) == {cublas: 1, ours: 1}
-    assert script.judged("memcheck")(SAID) == f"1 x {ours}; 1 x {cublas}"
-    assert script.judged("initcheck")(SAID) == f"1 x {ours}"
+
+    def judged(tool: str, text: str) -> str:
+        found: str = script.judged(script.Job("sanitizers", f"{tool}-cupy", [], {}), text)
+        return found
+
+    assert judged("memcheck", SAID) == f"1 x {ours}; 1 x {cublas}"
+    assert judged("initcheck", SAID) == f"1 x {ours}"
     of_cublas = SAID.replace("contrastile", "cutlass")
-    assert script.judged("initcheck")(of_cublas) == ""
-    assert script.judged("initcheck")(of_cublas.replace("28 passed", "28 skipped")) == "nothing ran"
-    assert script.judged("initcheck")("========= COMPUTE-SANITIZER\n1 passed\n") == "the sanitizer did not end"
+    assert judged("initcheck", of_cublas) == ""
+    assert judged("initcheck", of_cublas.replace("28 passed", "28 skipped")) == "nothing ran"
+    assert judged("initcheck", "========= COMPUTE-SANITIZER\n1 passed\n") == "the sanitizer did not end"
     race = "========= Error: Race reported between Write access at fold(A)+0x1f0 and Read access at fold(A)+0x2f0\n"
-    assert script.judged("racecheck")(race + SAID.splitlines()[-1]) == "1 x fold"
-    assert script.judged("initcheck")("========= Host API memory access error\n" + of_cublas).startswith("1 x outside")
+    assert judged("racecheck", race + SAID.splitlines()[-1]) == "1 x fold"
+    assert judged("initcheck", "========= Host API memory access error\n" + of_cublas).startswith("1 x outside")

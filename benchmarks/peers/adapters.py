@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,46 +28,26 @@ ALONE = (*BATCHES, MEMORY)
 """The cases of one process."""
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """One way to call a published loss.
+PEERS: dict[str, Any] = {}
+"""All of them by name, in the order of the table."""
 
-    Attributes:
-        name: of the function below, for the command line.
+
+def peer(package: str, needs: str = "", without: tuple[str, ...] = (), **claims: Any) -> Callable[[Factory], Factory]:
+    """Register a function of ``(rank, world_size)`` that gives a loss, and whose docstring says the call.
+
+    It gets what is given here as attributes, and the docstring as ``about``.
+
+    Args:
         package: on PyPI.
-        about: the call, in a few words.
-        make: gives the loss of a rank; it carries ``claims``.
         needs: "", ``INTERPRETED`` (a GPU, or Triton's interpreter) or ``KERNEL``.
         without: cases that are left out: its arguments cannot state them.
-    """
-
-    name: str
-    package: str
-    about: str
-    make: Factory
-    needs: str = ""
-    without: tuple[str, ...] = ()
-
-    @property
-    def claims(self) -> Claims:
-        """What is claimed for it."""
-        return self.make.claims  # type: ignore[attr-defined, no-any-return]
-
-
-PEERS: dict[str, Peer] = {}
-"""All of them, in the order of the table."""
-
-
-def peer(package: str, needs: str = "", without: tuple[str, ...] = (), **claims: Any) -> Any:
-    """Register a function of ``(rank, world_size)`` that gives a loss, and whose docstring names it.
-
-    ``claims`` are those of ``verify``.
+        **claims: those of ``verify``.
     """
 
     def register(make: Factory) -> Factory:
-        make.claims = Claims.of(claims)  # type: ignore[attr-defined]
         about = (make.__doc__ or "").removesuffix(".")
-        PEERS[make.__name__] = Peer(make.__name__, package, about, make, needs, without)
+        vars(make).update(claims=Claims.of(claims), package=package, about=about, needs=needs, without=without)
+        PEERS[make.__name__] = make
         return make
 
     return register

@@ -13,7 +13,6 @@ import os
 import runpy
 import sys
 import types
-from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -25,37 +24,26 @@ class _Empty(type):
     """A class whose every attribute is another such class."""
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
         return _empty(name)
 
 
 def _empty(name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
     return _Empty(name, (), {})
 
 
-def _attribute(name: str) -> type:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return _empty(name)
-
-
 class _Finder:
-    """Finds empty modules under these names."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
+    """Finds empty modules in place of ``UNUSED``."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self.names else None  # type: ignore[arg-type]
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in UNUSED else None  # type: ignore[arg-type]
 
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        module = types.ModuleType(spec.name)
-        vars(module).update(__version__="0", __getattr__=_attribute)
-        return module
+    def create_module(self, spec: ModuleSpec) -> None:
+        """The usual one."""
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """There is nothing to run."""
+        vars(module).update(__version__="0", __getattr__=_empty)
 
 
 def install() -> tuple[str, ...]:
@@ -66,9 +54,10 @@ def install() -> tuple[str, ...]:
     """
     found = {name: importlib.util.find_spec(name) for name in UNUSED}
     missing = tuple(name for name, spec in found.items() if spec is None or isinstance(spec.loader, _Finder))
-    if missing and not any(isinstance(each, _Finder) for each in sys.meta_path):
-        sys.meta_path.append(_Finder(missing))  # type: ignore[arg-type]
-    if interpreted():
+    if not any(isinstance(each, _Finder) for each in sys.meta_path):
+        # the last: what is installed is found before
+        sys.meta_path.append(_Finder())  # type: ignore[arg-type]
+    if os.environ.get("TRITON_INTERPRET") == "1":
         import torch
 
         torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment, method-assign]
@@ -76,20 +65,11 @@ def install() -> tuple[str, ...]:
     return missing
 
 
-def interpreted() -> bool:
-    """Whether Triton's kernels run in its interpreter."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def run(path: str) -> None:
-    """Run a file with the stand-ins in place; if it made a process group, all ranks leave it together."""
+if __name__ == "__main__":
     install()
-    runpy.run_path(path, run_name="__main__")
+    runpy.run_path(sys.argv[1], run_name="__main__")
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
+        # all ranks leave together
         dist.barrier()
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    run(sys.argv[1])

@@ -1,4 +1,4 @@
-"""What the triton and cupy backends share on the host: supported blocks, chunks, pairs, gradient scaling."""
+"""What the triton and cupy backends share on the host: supported blocks, chunks and their sizes, pairs, scaling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from contrastile.backends.contract import Block, ColumnForm, Finished, Match, Pairs, SideStatistics, Statistics
+from contrastile.backends.contract import (
+    Block,
+    ColumnForm,
+    Finished,
+    Match,
+    Options,
+    Pairs,
+    SideStatistics,
+    Statistics,
+)
+from contrastile.backends.settings import workspace_bytes
+
+_PARTIALS_MIB = 64
+
+_UNIT = 8192
+"""Rows or columns of a chunk of G come in multiples of this where there are more: the products that follow then fill a
+GPU's multiprocessors nearly a whole number of times, at widths of 512 and 1024 from one unit on, at 768 from two."""
 
 
 def supports(block: Block) -> str | None:
@@ -46,6 +62,9 @@ def no_gradients(block: Block, columns: ColumnForm | None, arrays: Any) -> Finis
     return Finished(arrays.full(tuple(rows.shape), 0.0, dtype, rows), of_columns, arrays.full((), 0.0, "float64", rows))
 
 
+Size = tuple[int, int]
+
+
 class Chunk(NamedTuple):
     """Part of a block: its first row and column, how many rows it has and how many columns."""
 
@@ -60,6 +79,60 @@ def chunks(m: int, n: int, height: int, width: int, start: int = 0) -> Iterator[
     for row in range(start, m, height):
         for column in range(0, n, width):
             yield Chunk(row, column, min(height, m - row), min(width, n - column))
+
+
+def forward_chunk(m: int, n: int, shape: tuple[int, int], options: Options, numbers: int, cluster: int = 1) -> Size:
+    """Rows and columns of a chunk of the forward pass: what its partial results may take bounds it.
+
+    Args:
+        m: rows of the block.
+        n: its columns.
+        shape: rows and columns of a tile.
+        options: a tile that caps it.
+        numbers: float32 numbers that a tile leaves of each row and column.
+        cluster: tiles above one another that are computed together.
+    """
+    bm, bn = shape
+    area = _PARTIALS_MIB * 2**20 // (4 * numbers) * bm * bn // (bm + bn)
+    return _capped(m, n, area, max(bm * cluster, bn), options)
+
+
+def backward_chunk(m: int, n: int, size: int, step: int, options: Options, others: int = 0) -> Size:
+    """Rows and columns of a chunk of G that fits in the workspace.
+
+    Args:
+        m: rows of the block.
+        n: its columns.
+        size: bytes of one element of G, all its parts.
+        step: rows of tiles that are computed together.
+        options: the size of the workspace, or a tile that caps it.
+        others: bytes of the rows' own gradient, which are taken from the workspace as long as three quarters remain.
+    """
+    whole = workspace_bytes(options)
+    return _capped(m, n, max(1, max(whole - others, whole * 3 // 4) // size), step, options)
+
+
+def _capped(m: int, n: int, area: int, step: int, options: Options) -> Size:
+    """Rows and columns of a chunk of at most ``area`` elements, or a tile that the caller names.
+
+    The sums of dK are read and written once for each chunk of rows, those of dQ once for each chunk of columns, so
+    that near a square the fewest bytes move. A large chunk has one or two UNITs of rows and as many columns as fit.
+    """
+    if options.tile is not None:
+        return min(m, options.tile[0]), min(n, options.tile[1])
+    side = max(step, int(area**0.5) // step * step)
+    rows = 2 * _UNIT if area >= 2 * _UNIT * _UNIT else _UNIT if area >= _UNIT * _UNIT else side
+
+    def beside(other: int) -> int:
+        """The longest side that fits beside another: whole UNITs, or whole steps of less than one."""
+        # a row of the workspace is padded to 16 bytes, 8 elements at most
+        most = area // max(other, 8)
+        unit = _UNIT if most > _UNIT else step
+        return max(1, most // unit * unit or most)
+
+    height = min(m, rows)
+    width = min(n, beside(height))
+    return height if width < n else min(m, beside(width)), width
 
 
 def lines(x: Any, start: int, length: int) -> Any:

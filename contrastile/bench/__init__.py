@@ -3,3 +3,8 @@
 ``command`` is ``contrastile bench``; ``sweep`` takes the measurements, ``memory`` counts the bytes, ``peers`` are the
 implementations, and ``agreement`` requires each of them to agree with the oracle before it is timed.
 """
+
+import os
+
+# torch's profiler, which counts the bytes, says on stderr when it begins, unless this is set before torch is imported
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")

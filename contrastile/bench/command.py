@@ -74,7 +74,6 @@ def main(args: argparse.Namespace) -> int:
     if args.device == "cuda" and not gpu:
         raise CannotRunError("--device cuda needs a torch that sees a GPU; run: contrastile doctor")
     chosen = settings(args, "cuda" if gpu else "cpu")
-    # the processes that measure memory inherit it
     for variable, mib in ((WORKSPACE, chosen.workspace), (KEEP, chosen.keep)):
         if mib is not None:
             os.environ[variable] = str(mib)
@@ -90,19 +89,20 @@ def main(args: argparse.Namespace) -> int:
             found = sweep.run(chosen, advance)
         except (ValueError, TypeError, BackendUnavailableError) as error:
             raise CannotRunError(error) from error
-    report.show(found, wide=args.wide)
+    record = found.record()
+    report.show(record, wide=args.wide)
     if args.json:
-        write_json(args.json, report.as_json(found))
-    if args.plot and any(row.seconds for row in found.rows):
+        write_json(args.json, record)
+    if args.plot and any(row.seconds for row in found.rows.values()):
         try:
-            report.plot(found, args.plot)
+            report.plot(record, args.plot)
         except OSError as error:
             raise CannotRunError(f"cannot write {args.plot}: {error.strerror}") from error
     if found.interrupted:
         raise CannotRunError("interrupted; this is what was found until then")
     if any(each.ratio is not None and not each.agrees for each in found.agreements):
         return 1
-    return 0 if any(row.seconds for row in found.rows) else 2
+    return 0 if any(row.seconds for row in found.rows.values()) else 2
 
 
 def _runs(name: str, device: str) -> bool:

@@ -8,30 +8,25 @@ Measured, never estimated:
 * elsewhere the meters of ``contrastile.verify``: the high-water mark of the bytes requested from torch's CUDA caching
   allocator, or from CuPy's; for NumPy ``tracemalloc``, which counts Python's own objects too, and no BLAS workspace.
   Small losses are launched for it: what a replayed CUDA graph uses was allocated when it was captured.
-
-``python -m contrastile.bench.memory`` is a process of its own that measures one implementation at one size: no earlier
-measurement affects it, and running out of memory ends no other.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from contrastile.backends.replay import SETTING
-from contrastile.bench.peers import named, use_threads
-from contrastile.bench.workloads import Workload, arguments, features
-from contrastile.reporting import ending
 from contrastile.verify.peak import meter
 
-WARM_ROWS = 64
+COUNTED = {
+    "torch-cpu": "every allocation and release of torch's CPU allocator, replayed; without BLAS workspace",
+    "torch-cuda": "high-water mark of the bytes requested from torch's CUDA caching allocator",
+    "numpy": "tracemalloc: NumPy buffers and Python objects; without BLAS workspace",
+}
 
 
 def peak_extra(call: Callable[[], Any], library: str, device: str) -> int:
@@ -85,42 +80,3 @@ def available_bytes(device: str) -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-class MemoryMeasurementError(RuntimeError):
-    """The measuring process failed; the message says how."""
-
-
-def measure_in_a_child(timeout: float | None = None, **request: Any) -> int:
-    """Peak extra bytes, measured in a process of its own: the keywords are those of ``measure``.
-
-    Raises:
-        MemoryMeasurementError: it failed, was killed or took longer than ``timeout`` seconds.
-    """
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
-    command = [sys.executable, "-m", "contrastile.bench.memory", json.dumps(request)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise MemoryMeasurementError(f"measuring its memory took more than {timeout:.0f} s") from error
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        how = f"failed: {last}" if done.returncode > 0 else f"{ending(done.returncode)} (SIGKILL: out of memory)"
-        raise MemoryMeasurementError(f"measuring its memory {how}")
-    return int(done.stdout.split()[-1])
-
-
-def measure(
-    implementation: str, workload: tuple[str, int, int], dtype: str, device: str, scale: float, threads: int | None
-) -> int:
-    """Peak extra bytes of an implementation on a workload (variant, batch, width), measured in this process."""
-    measured, size = named(implementation), Workload(*workload)
-    use_threads(threads)
-    how = measured.library, dtype, device, scale
-    # what is set up once and kept (thread pools, code pages) is no cost of the call: warm up
-    measured.step(arguments(features(size.resized(min(size.batch, WARM_ROWS))), *how))()
-    return peak_extra(measured.step(arguments(features(size), *how)), measured.library, device)
-
-
-if __name__ == "__main__":
-    print(measure(**json.loads(sys.argv[1])))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -55,13 +54,6 @@ def named(name: str) -> Implementation:
         ImportError: the plain loss without torch.
     """
     return plain() if name == PLAIN else ours(name)
-
-
-def use_threads(threads: int | None) -> None:
-    """Limit torch's threads if torch is loaded; None changes nothing. NumPy's BLAS reads its own variables at start."""
-    torch = sys.modules.get("torch")
-    if threads is not None and torch is not None:
-        torch.set_num_threads(threads)
 
 
 def ours(name: str) -> Implementation:

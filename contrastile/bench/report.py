@@ -1,72 +1,16 @@
-"""A sweep as a table, as JSON and as a picture."""
+"""The record of a sweep as lines, as a table and as a picture."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from contrastile.bench.peers import PLAIN
-from contrastile.bench.sweep import Measurement, Sweep, quartiles
-from contrastile.bench.workloads import Workload
 from contrastile.reporting import colored, show_table, wrapped
 
-COUNTED = {
-    "torch-cpu": "every allocation and release of torch's CPU allocator, replayed; without BLAS workspace",
-    "torch-cuda": "high-water mark of the bytes requested from torch's CUDA caching allocator",
-    "numpy": "tracemalloc: NumPy buffers and Python objects; without BLAS workspace",
-}
-
 _MIB = 2**20
-
-
-def as_json(found: Sweep) -> dict[str, Any]:
-    return {
-        "environment": found.environment,
-        "settings": asdict(found.settings),
-        "counted": COUNTED,
-        # a ratio of inf, which JSON lacks, becomes null beside "agrees": false
-        "agreements": [
-            {**asdict(each), "ratio": each.ratio if math.isfinite(each.ratio or 0.0) else None, "agrees": each.agrees}
-            for each in found.agreements
-        ],
-        "rows": [_row(found, row) for row in found.rows],
-        "order": found.order,
-        "interrupted": found.interrupted,
-    }
-
-
-def _row(found: Sweep, row: Measurement) -> dict[str, Any]:
-    b, d = row.workload.shape
-    data: dict[str, Any] = {
-        "implementation": row.implementation,
-        "variant": row.workload.variant,
-        "nominal_batch": row.workload.batch,
-        "batch": b,
-        "width": d,
-        "dtype": found.settings.dtype,
-        "status": "measured" if row.seconds else "skip",
-        "reason": row.reason,
-    }
-    if not row.seconds:
-        return data
-    lower, middle, upper = quartiles(row.seconds)
-    plain, aligned = found.beside(row)
-    return data | {
-        "seconds": {"lower": lower, "median": middle, "upper": upper, "samples": row.seconds},
-        "gflops": row.rate / 1e9,
-        "matmul_gflops": [rate / 1e9 for rate in row.matmul],
-        "matmul_side": row.matmul_side,
-        "share_of_matmul": row.share,
-        "time_over_plain": row.times_of(plain),
-        "time_over_aligned": row.times_of(aligned),
-        "peak_extra_bytes": row.peak_bytes,
-        "memory_over_plain": row.bytes_of(plain),
-    }
-
 
 COLUMNS = (
     *("variant", "b", "d", "implementation", "time s (quartiles)", "GFLOP/s", "of matmul"),
@@ -87,48 +31,41 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [*size, time, *rates, *ratios, number("peak_extra_bytes", _MIB, ",.2f"), number("memory_over_plain")]
 
 
-def show(found: Sweep, *, wide: bool = False) -> None:
+def show(record: dict[str, Any], *, wide: bool = False) -> None:
     """Print where and what was measured, the measurements and what was skipped: a line for each, or every column."""
-    facts = found.environment
+    facts, settings = record["environment"], record["settings"]
     threads = facts.get("threads") or facts["cores"]
     where = f"{facts['cpu']}, {threads} threads" if facts["device"] == "cpu" else facts["device"]
-    numpy = "" if facts["torch"] else f", numpy {facts['numpy']}"
-    print(f"{where}{numpy}" + (f", torch {facts['torch']}" if facts["torch"] else ""))
-    print(
-        f"Symmetric loss, forward and backward; {found.settings.dtype}, scale {found.settings.scale:g}, "
-        f"{found.settings.repeat} rounds"
-    )
-    (_wide if wide else _lines_of)(found)
+    print(f"{where}, torch {facts['torch']}" if facts["torch"] else f"{where}, numpy {facts['numpy']}")
+    about = f"{settings['dtype']}, scale {settings['scale']:g}, {settings['repeat']} rounds"
+    print(f"Symmetric loss, forward and backward; {about}")
+    (_wide if wide else _lines)(record)
 
 
-def _lines_of(found: Sweep) -> None:
+def _lines(record: dict[str, Any]) -> None:
     """One line for each implementation, compared with the plain loss."""
-    sizes: dict[Workload, list[Measurement]] = {}
-    for row in found.rows:
-        sizes.setdefault(row.workload, []).append(row)
-    width = max((len(row.implementation) for row in found.rows), default=0)
-    for workload, rows in sizes.items():
-        b, d = workload.shape
-        print(f"\n{workload.variant}, b = {b:,}, d = {d}")
-        for row in rows:
-            print(f"  {row.implementation:{width}}  {_line(found, row)}")
-    known = [each for each in found.agreements if each.ratio is not None]
+    width = max((len(row["implementation"]) for row in record["rows"]), default=0)
+    size = None
+    for row in record["rows"]:
+        if size != (size := f"{row['variant']}, b = {row['batch']:,}, d = {row['width']}"):
+            print(f"\n{size}")
+        print(f"  {row['implementation']:{width}}  {_line(row)}")
+    known = [each for each in record["agreements"] if each["ratio"] is not None]
     if known:
-        checked = ", ".join(f"{each.implementation} {each.ratio:.2g}" for each in known)
+        checked = ", ".join(f"{each['implementation']} {each['ratio']:.2g}" for each in known)
         print("\n" + wrapped(f"held to the oracle first, error / bound: {checked}"))
 
 
-def _line(found: Sweep, row: Measurement) -> str:
+def _line(row: dict[str, Any]) -> str:
     """A measurement in words: 0.203 s, 10 MiB: 1.6 x faster, 6.5 x less memory than plain."""
-    if not row.seconds:
-        return f"skipped: {row.reason}"
-    seconds = statistics.median(row.seconds)
+    if row["status"] == "skip":
+        return f"skipped: {row['reason']}"
+    seconds, peak = row["seconds"]["median"], row["peak_extra_bytes"]
     scale, unit = next((each for each in ((1.0, "s"), (1e-3, "ms")) if seconds >= each[0] / 10), (1e-6, "us"))
     line = f"{_digits(seconds / scale, 3)} {unit}"
-    line += "" if row.peak_bytes is None else f", {_digits(row.peak_bytes / _MIB, 2)} MiB"
-    plain, _ = found.beside(row)
-    time, memory = row.times_of(plain), row.bytes_of(plain)
-    if row.implementation == PLAIN or time is None:
+    line += "" if peak is None else f", {_digits(peak / _MIB, 2)} MiB"
+    time, memory = row["time_over_plain"], row["memory_over_plain"]
+    if row["implementation"] == PLAIN or time is None:
         return line
     compared = [_times(time, "faster", "slower", "as fast")]
     compared += [] if memory is None else [_times(memory, "less memory", "more memory", "as much memory")]
@@ -149,23 +86,22 @@ def _times(ratio: float, below: str, above: str, same: str) -> str:
     return colored(f"{1 / ratio:.2g} x {below}", "green") if ratio < 1 else colored(f"{ratio:.2g} x {above}", "yellow")
 
 
-def _wide(found: Sweep) -> None:
+def _wide(record: dict[str, Any]) -> None:
     """Every column, the checks, and what was skipped."""
-    for each in found.agreements:
-        ratio = "not checked" if each.ratio is None else f"{each.ratio:.3g} x its bound"
-        print(f"{each.implementation} against the oracle at b = {each.rows}: {ratio} ({each.reason})")
-    rows = [_row(found, row) for row in found.rows]
-    measured = [cells(row) for row in rows if row["status"] == "measured"]
+    for each in record["agreements"]:
+        ratio = "not checked" if each["ratio"] is None else f"{each['ratio']:.3g} x its bound"
+        print(f"{each['implementation']} against the oracle at b = {each['rows']}: {ratio} ({each['reason']})")
+    measured = [cells(row) for row in record["rows"] if row["status"] == "measured"]
     if measured:
         title = "GFLOP/s of 8 b^2 d; peak memory beyond the inputs"
         show_table(title, COLUMNS, measured, right=range(4, len(COLUMNS)))
     names = "variant", "batch", "width", "implementation", "reason"
-    skipped = [[str(row[name] or "") for name in names] for row in rows if row["status"] == "skip"]
+    skipped = [[str(row[name] or "") for name in names] for row in record["rows"] if row["status"] == "skip"]
     if skipped:
         show_table("Skipped", ("variant", "b", "d", "implementation", "reason"), skipped)
 
 
-def plot(found: Sweep, path: Path) -> None:
+def plot(record: dict[str, Any], path: Path) -> None:
     """Write a PNG of time and, where measured, peak extra memory against b: log-log, one line per implementation.
 
     The dashed line is the time of ``8 b^2 d`` at the median matrix-product rate of the run: the limit.
@@ -175,43 +111,34 @@ def plot(found: Sweep, path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    measured = [row for row in found.rows if row.seconds]
+    measured = [row for row in record["rows"] if row["status"] == "measured"]
+    several = len({(row["variant"], row["width"]) for row in measured}) > 1
     # nothing to draw where no memory was measured
-    panels = 2 if any(row.peak_bytes for row in measured) else 1
-    figure = Figure(figsize=(5.5 * panels, 4.5), layout="constrained")
-    times, *memory = figure.subplots(1, panels, squeeze=False)[0]
-    several = len({(row.workload.variant, row.workload.width) for row in measured}) > 1
-    for name, rows in _lines(measured, several):
-        style = "s-" if rows[0].implementation == PLAIN else "o-"
-        times.plot(
-            [row.workload.shape[0] for row in rows], [statistics.median(row.seconds) for row in rows], style, label=name
-        )
-        counted = [row for row in rows if row.peak_bytes]
-        sizes, peaks = [row.workload.shape[0] for row in counted], [(row.peak_bytes or 0) / _MIB for row in counted]
-        for axes in memory:
-            axes.plot(sizes, peaks, style, label=name)
-    for width in sorted({row.workload.width for row in measured}):
-        rows = [row for row in measured if row.workload.width == width]
-        rate = statistics.median(rate for row in rows for rate in row.matmul)
-        b = sorted({row.workload.batch for row in rows})
-        label = f"8 b² d at {rate / 1e9:.0f} GFLOP/s (matmul)" + (f", d = {width}" if several else "")
-        times.plot(b, [8 * n * n * width / rate for n in b], "k--", linewidth=1, label=label)
-    for axes, what in zip((times, *memory), ("time, s", "peak extra memory, MiB"), strict=False):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xlabel("batch b")
-        axes.set_ylabel(what)
-        axes.grid(visible=True, which="both", alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize="small")
-    facts = found.environment
-    figure.suptitle(f"symmetric loss, forward and backward, {found.settings.dtype}, {facts['device']} ({facts['cpu']})")
-    figure.savefig(path, dpi=150, format="png")
-
-
-def _lines(measured: list[Measurement], several: bool) -> Iterable[tuple[str, list[Measurement]]]:
-    lines: dict[tuple[str, str, int], list[Measurement]] = {}
+    titles = ("time, s", "peak extra memory, MiB")[: 2 if any(row["peak_extra_bytes"] for row in measured) else 1]
+    figure = Figure(figsize=(5.5 * len(titles), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(titles), squeeze=False)[0]
+    lines: dict[str, list[dict[str, Any]]] = {}
     for row in measured:
-        lines.setdefault((row.implementation, row.workload.variant, row.workload.width), []).append(row)
-    for (name, variant, width), rows in lines.items():
-        yield f"{name}, {variant}, d = {width}" if several else name, rows
+        where = f", {row['variant']}, d = {row['width']}" if several else ""
+        lines.setdefault(row["implementation"] + where, []).append(row)
+    for label, rows in lines.items():
+        style = "s-" if rows[0]["implementation"] == PLAIN else "o-"
+        panels[0].plot([row["batch"] for row in rows], [row["seconds"]["median"] for row in rows], style, label=label)
+        known = [row for row in rows if row["peak_extra_bytes"]]
+        for axes in panels[1:]:
+            peaks = [row["peak_extra_bytes"] / _MIB for row in known]
+            axes.plot([row["batch"] for row in known], peaks, style, label=label)
+    for width in sorted({row["width"] for row in measured}):
+        rows = [row for row in measured if row["width"] == width]
+        rate = statistics.median(rate for row in rows for rate in row["matmul_gflops"])
+        b = sorted({row["batch"] for row in rows})
+        label = f"8 b² d at {rate:.0f} GFLOP/s (matmul)" + (f", d = {width}" if several else "")
+        panels[0].plot(b, [8e-9 * n * n * width / rate for n in b], "k--", linewidth=1, label=label)
+    for axes, title in zip(panels, titles, strict=True):
+        axes.set_xscale("log", base=2)
+        axes.set(yscale="log", xlabel="batch b", ylabel=title)
+        axes.grid(visible=True, which="both", alpha=0.3)
+        axes.legend(fontsize="small")
+    where = f"{record['environment']['device']} ({record['environment']['cpu']})"
+    figure.suptitle(f"symmetric loss, forward and backward, {record['settings']['dtype']}, {where}")
+    figure.savefig(path, dpi=150, format="png")

@@ -7,10 +7,12 @@ first and after each. A sample's matrix-product rate is the mean of the two arou
 
 from __future__ import annotations
 
+import math
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,8 +22,8 @@ from contrastile.backends.arrays import ITEMSIZE
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.bench import memory
 from contrastile.bench.agreement import Agreement, check
-from contrastile.bench.peers import CHECK_ROWS, PLAIN, Implementation, named, use_threads
-from contrastile.bench.workloads import Arguments, Workload, arguments, features
+from contrastile.bench.peers import CHECK_ROWS, PLAIN, Implementation, Step, named
+from contrastile.bench.workloads import Workload, arguments, features
 from contrastile.environment import measurement_environment
 from contrastile.reporting import one_line
 
@@ -66,8 +68,6 @@ class Measurement:
     """One implementation on one workload.
 
     Attributes:
-        implementation: its name.
-        workload: size and variant.
         reason: why it was not measured, or None.
         seconds: one per round.
         matmul: FLOP/s of the matrix products before and after each sample, averaged.
@@ -75,36 +75,17 @@ class Measurement:
         peak_bytes: peak extra memory by allocations.
     """
 
-    implementation: str
-    workload: Workload
     reason: str | None = None
     seconds: list[float] = field(default_factory=list)
     matmul: list[float] = field(default_factory=list)
     matmul_side: int = 0
     peak_bytes: int | None = None
 
-    @property
-    def rate(self) -> float:
-        """FLOP/s: ``8 b^2 d`` over the median time."""
-        return self.workload.flops / statistics.median(self.seconds)
-
-    @property
-    def share(self) -> float:
-        """Median over the rounds of the rate, as a share of the matrix-product rate beside it."""
-        flops = self.workload.flops
-        return statistics.median(flops / t / rate for t, rate in zip(self.seconds, self.matmul, strict=True))
-
     def times_of(self, other: Measurement | None) -> float | None:
         """Median over the rounds of this time / the other's in the same round; None without a measured other."""
-        if other is None or not other.seconds or not self.seconds:
+        if other is None or not other.seconds:
             return None
         return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
-
-    def bytes_of(self, other: Measurement | None) -> float | None:
-        """This peak / the other's; None where either is not known."""
-        if other is None or not other.peak_bytes or self.peak_bytes is None:
-            return None
-        return self.peak_bytes / other.peak_bytes
 
 
 @dataclass(slots=True)
@@ -123,21 +104,49 @@ class Sweep:
     settings: SweepSettings
     environment: dict[str, Any]
     agreements: list[Agreement] = field(default_factory=list)
-    rows: list[Measurement] = field(default_factory=list)
+    rows: dict[tuple[str, Workload], Measurement] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     interrupted: bool = False
 
-    def beside(self, row: Measurement) -> tuple[Measurement | None, Measurement | None]:
-        """The plain loss on the same workload; the same implementation, aligned and without ids, at the same size."""
-        found = {(each.implementation, each.workload): each for each in self.rows}
-        aligned = Workload("aligned", row.workload.batch, row.workload.width)
-        return found.get((PLAIN, row.workload)), found.get((row.implementation, aligned))
+    def record(self) -> dict[str, Any]:
+        """What ``--json`` writes."""
+        return {
+            "environment": self.environment,
+            "settings": asdict(self.settings),
+            "counted": memory.COUNTED,
+            # a ratio of inf, which JSON lacks, becomes null beside "agrees": false
+            "agreements": [
+                {**asdict(x), "ratio": x.ratio if math.isfinite(x.ratio or 0.0) else None, "agrees": x.agrees}
+                for x in self.agreements
+            ],
+            "rows": [self._row(*key) for key in self.rows],
+            "order": self.order,
+            "interrupted": self.interrupted,
+        }
 
-
-def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median and upper quartile, interpolated; all one value for a single sample."""
-    lower, middle, upper = np.quantile(samples, (0.25, 0.5, 0.75)).tolist()
-    return lower, middle, upper
+    def _row(self, name: str, workload: Workload) -> dict[str, Any]:
+        row, (b, d), flops = self.rows[name, workload], workload.shape, workload.flops
+        data = {"implementation": name, "variant": workload.variant, "nominal_batch": workload.batch, "batch": b}
+        data |= {"width": d, "dtype": self.settings.dtype, "status": "skip", "reason": row.reason}
+        if not row.seconds:
+            return data
+        lower, middle, upper = np.quantile(row.seconds, (0.25, 0.5, 0.75)).tolist()
+        plain = self.rows.get((PLAIN, workload))
+        # the same implementation, aligned and without ids, at the same size
+        aligned = self.rows.get((name, replace(workload, variant="aligned")))
+        memory_of_plain = plain and plain.peak_bytes
+        return data | {
+            "status": "measured",
+            "seconds": {"lower": lower, "median": middle, "upper": upper, "samples": row.seconds},
+            "gflops": flops / middle / 1e9,
+            "matmul_gflops": [rate / 1e9 for rate in row.matmul],
+            "matmul_side": row.matmul_side,
+            "share_of_matmul": statistics.median(flops / t / x for t, x in zip(row.seconds, row.matmul, strict=True)),
+            "time_over_plain": row.times_of(plain),
+            "time_over_aligned": row.times_of(aligned),
+            "peak_extra_bytes": row.peak_bytes,
+            "memory_over_plain": row.peak_bytes / memory_of_plain if memory_of_plain and row.peak_bytes else None,
+        }
 
 
 def run(settings: SweepSettings, advance: Advance) -> Sweep:
@@ -156,41 +165,32 @@ def run(settings: SweepSettings, advance: Advance) -> Sweep:
         implementations.append(named(PLAIN))
     except ImportError:
         absent[PLAIN] = "needs torch; run: pip install 'contrastile[torch]'"
-    use_threads(settings.threads)
+    torch = sys.modules.get("torch")
+    if settings.threads is not None and torch is not None:
+        # NumPy's BLAS reads its own variables at start
+        torch.set_num_threads(settings.threads)
     found = Sweep(settings, measurement_environment(settings.device))
     try:
-        _run(implementations, absent, found, advance)
+        for made in implementations:
+            advance(f"checking {made.name} against the oracle", 0)
+            found.agreements.append(agreement := _checked(made, settings))
+            if not agreement.agrees:
+                ratio = agreement.ratio
+                bad = "" if ratio is None else f"disagrees with the oracle: {ratio:.3g} x the bound at "
+                absent[made.name] = bad + agreement.reason
+        agreeing = [made for made in implementations if made.name not in absent]
+        seconds_per_logit: SecondsPerLogit = {}
+        for width in settings.widths:
+            for batch in sorted(settings.batches):
+                workloads = [Workload(variant, batch, width) for variant in settings.variants]
+                found.rows |= {(name, each): Measurement(why) for each in workloads for name, why in absent.items()}
+                advance("skipped", sum(w.flops for w in workloads) * len(absent) * (settings.repeat + 1))
+                _measure(workloads, agreeing, seconds_per_logit, found, advance)
     except KeyboardInterrupt:
         found.interrupted = True
-        for row in found.rows:
+        for row in found.rows.values():
             row.reason = row.reason or (None if row.seconds else "interrupted")
     return found
-
-
-def _run(implementations: list[Implementation], absent: dict[str, str], found: Sweep, advance: Advance) -> None:
-    settings, agreeing = found.settings, []
-    for implementation in implementations:
-        advance(f"checking {implementation.name} against the oracle", 0)
-        try:
-            agreement = check(implementation, settings.dtype, settings.device, settings.scale)
-        except (Exception, SystemExit) as error:  # a third-party backend may raise anything
-            agreement = Agreement(implementation.name, None, CHECK_ROWS, f"raised {one_line(error)}")
-        found.agreements.append(agreement)
-        if agreement.agrees:
-            agreeing.append(implementation)
-        else:
-            ratio = agreement.ratio
-            bad = "" if ratio is None else f"disagrees with the oracle: {ratio:.3g} x the bound at "
-            absent[implementation.name] = bad + agreement.reason
-    seconds_per_logit: SecondsPerLogit = {}
-    for width in settings.widths:
-        for batch in sorted(settings.batches):
-            workloads = [Workload(variant, batch, width) for variant in settings.variants]
-            found.rows += [
-                Measurement(name, workload, reason=reason) for workload in workloads for name, reason in absent.items()
-            ]
-            advance("skipped", sum(w.flops for w in workloads) * len(absent) * (settings.repeat + 1))
-            _measure(workloads, agreeing, seconds_per_logit, found, advance)
 
 
 def steps(settings: SweepSettings) -> int:
@@ -210,6 +210,13 @@ def _named(name: str) -> Implementation:
         raise BackendUnavailableError(f"backend {name!r} raised {one_line(error)}") from error
 
 
+def _checked(made: Implementation, settings: SweepSettings) -> Agreement:
+    try:
+        return check(made, settings.dtype, settings.device, settings.scale)
+    except (Exception, SystemExit) as error:  # a third-party backend may raise anything
+        return Agreement(made.name, None, CHECK_ROWS, f"raised {one_line(error)}")
+
+
 def _measure(
     workloads: list[Workload],
     implementations: list[Implementation],
@@ -217,45 +224,63 @@ def _measure(
     found: Sweep,
     advance: Advance,
 ) -> None:
-    settings, work = found.settings, []
+    """Memory, then, after one warm-up each unless there is only one round, the rounds of all that fits."""
+    settings, device, steps = found.settings, found.settings.device, dict[str, Step]()
+    rows, sizes = dict[str, Measurement](), dict[str, Workload]()
     for workload in workloads:
-        for implementation in implementations:
-            row = Measurement(implementation.name, workload)
-            found.rows.append(row)
-            advance(f"{_label(row)}: memory", workload.flops)
-            row.reason = _does_not_fit(implementation, workload, settings, seconds_per_logit)
-            if row.reason is None and settings.memory:
-                how = {name: getattr(settings, name) for name in ("dtype", "device", "scale", "threads")}
-                how |= {
-                    "implementation": row.implementation,
-                    "workload": (workload.variant, workload.batch, workload.width),
-                }
-                try:
-                    row.peak_bytes = memory.measure_in_a_child(60 + 2 * settings.budget, **how)
-                except memory.MemoryMeasurementError as error:
-                    row.reason = str(error)
-            if row.reason is None:
-                work.append((implementation, row))
-            else:
-                advance(f"{_label(row)}: skipped, {row.reason}", workload.flops * settings.repeat)
-    if work:
-        _time(work, found, advance)
-    for implementation, row in work:
-        seconds_per_logit[_key(implementation, row.workload)] = float(np.median(row.seconds)) / row.workload.batch**2
+        for made in implementations:
+            row = found.rows[made.name, workload] = Measurement()
+            label = f"{made.name} {workload.variant} b={workload.shape[0]} d={workload.shape[1]}"
+            advance(f"{label}: memory", workload.flops)
+            try:
+                row.reason = _does_not_fit(made, workload, settings, seconds_per_logit)
+                if row.reason is None:
+                    step = _step(made, workload, settings)
+                    row.peak_bytes = memory.peak_extra(step, made.library, device) if settings.memory else None
+                    rows[label], sizes[label], steps[label] = row, workload, step
+            except Exception as error:  # memory may run out, and a third-party backend may raise anything
+                row.reason = f"raised {one_line(error)}"
+            if row.reason is not None:
+                advance(f"{label}: skipped, {row.reason}", workload.flops * settings.repeat)
+    if not steps:
+        return
+    side = matmul_side(min(size.flops for size in sizes.values()), device)
+    product = matmul(side, settings.dtype, device)
+    seconds(product, device)
+    if settings.repeat > 1:
+        for label, step in steps.items():
+            advance(f"{label}: warm-up", 0)
+            seconds(step, device)
+
+    def timed(label: str) -> float:
+        advance(f"{label}: round {len(rows[label].seconds) + 1}", sizes[label].flops)
+        return seconds(steps[label], device)
+
+    calls = {label: partial(timed, label) for label in steps}
+    # complete rounds only: ratios compare samples of the same round
+    for samples in in_turns(calls, lambda: 2 * side**3 / seconds(product, device), settings.repeat):
+        for label, taken, rate in samples:
+            rows[label].seconds.append(taken)
+            rows[label].matmul.append(rate)
+            rows[label].matmul_side = side
+            found.order.append(label)
+    for label, size in sizes.items():
+        key = label.partition(" ")[0], size.variant, size.width
+        seconds_per_logit[key] = statistics.median(rows[label].seconds) / size.batch**2
 
 
 def _does_not_fit(
-    implementation: Implementation, workload: Workload, settings: SweepSettings, seconds_per_logit: SecondsPerLogit
+    made: Implementation, workload: Workload, settings: SweepSettings, seconds_per_logit: SecondsPerLogit
 ) -> str | None:
     """Why a workload is not tried: predicted memory or time. Time grows with the square of the batch."""
-    needs = implementation.predicted_bytes(workload, ITEMSIZE[settings.dtype])
+    needs = made.predicted_bytes(workload, ITEMSIZE[settings.dtype])
     has = memory.available_bytes(settings.device)
     if has is not None and needs > FITS * has:
         return f"needs about {needs / 2**30:.1f} GiB, {has / 2**30:.1f} GiB are available"
-    key = _key(implementation, workload)
+    key = made.name, workload.variant, workload.width
     if key not in seconds_per_logit:
-        small = workload.resized(min(workload.batch, PROBE_ROWS))
-        step = implementation.step(_given(implementation, small, settings))
+        small = replace(workload, batch=min(workload.batch, PROBE_ROWS))
+        step = _step(made, small, settings)
         seconds(step, settings.device)
         seconds_per_logit[key] = seconds(step, settings.device) / small.batch**2
     runs = settings.repeat + (settings.repeat > 1) + settings.memory
@@ -268,36 +293,8 @@ def _does_not_fit(
     return None
 
 
-def _key(implementation: Implementation, workload: Workload) -> tuple[str, str, int]:
-    return implementation.name, workload.variant, workload.width
-
-
-def _time(work: list[tuple[Implementation, Measurement]], found: Sweep, advance: Advance) -> None:
-    """Time the rounds, after one warm-up each at full size unless there is only one round."""
-    settings, device = found.settings, found.settings.device
-    rows = {_label(row): row for _, row in work}
-    steps = {_label(row): made.step(_given(made, row.workload, settings)) for made, row in work}
-    side = matmul_side(min(row.workload.flops for row in rows.values()), device)
-    product = matmul(side, settings.dtype, device)
-    seconds(product, device)
-    if settings.repeat > 1:
-        for label, step in steps.items():
-            advance(f"{label}: warm-up", 0)
-            seconds(step, device)
-
-    def timed(label: str) -> float:
-        advance(f"{label}: round {len(rows[label].seconds) + 1}", rows[label].workload.flops)
-        return seconds(steps[label], device)
-
-    calls = {label: partial(timed, label) for label in steps}
-    # complete rounds only: ratios compare samples of the same round
-    for samples in in_turns(calls, lambda: 2 * side**3 / seconds(product, device), settings.repeat):
-        for label, taken, rate in samples:
-            row = rows[label]
-            row.seconds.append(taken)
-            row.matmul.append(rate)
-            row.matmul_side = side
-            found.order.append(label)
+def _step(made: Implementation, workload: Workload, settings: SweepSettings) -> Step:
+    return made.step(arguments(features(workload), made.library, settings.dtype, settings.device, settings.scale))
 
 
 def in_turns(
@@ -319,31 +316,17 @@ def in_turns(
         yield samples
 
 
-def _given(implementation: Implementation, workload: Workload, settings: SweepSettings) -> Arguments:
-    return arguments(features(workload), implementation.library, settings.dtype, settings.device, settings.scale)
-
-
-def _label(row: Measurement) -> str:
-    return f"{row.implementation} {row.workload.variant} b={row.workload.shape[0]} d={row.workload.shape[1]}"
-
-
 def seconds(call: Callable[[], Any], device: str, count: int = 1) -> float:
     """Wall-clock seconds of so many calls, on a GPU until they are done; the last results are freed afterwards."""
-    _wait(device)
+    wait: Callable[[], Any] = (lambda: None) if device == "cpu" else sys.modules["torch"].cuda.synchronize
+    wait()
     kept, start = None, time.perf_counter()
     for _ in range(count):
         kept = call()
-    _wait(device)
+    wait()
     taken = time.perf_counter() - start
     del kept
     return taken
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        import torch
-
-        torch.cuda.synchronize()
 
 
 def matmul_side(flops: int, device: str) -> int:

@@ -45,9 +45,6 @@ class Workload:
         b, d = self.shape
         return 8 * b * b * d
 
-    def resized(self, batch: int) -> Workload:
-        return Workload(self.variant, batch, self.width)
-
 
 @dataclass(frozen=True, slots=True)
 class Arguments:

@@ -2,7 +2,7 @@
 
 Before the messages of a phase the ranks exchange frames of one size over the host, and every rank sees every frame.
 Where one rank is at another call or phase, or has posted more or fewer messages, all ranks raise the same error. So
-messages on a device carry their arrays alone. Messages over the host also carry a label.
+messages carry their arrays alone.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 Phase = Literal["forward", "backward"]
 _PHASES: tuple[Phase, Phase] = "forward", "backward"
 
-_HEAD, _LOSS, _HEADER = struct.Struct("<6q"), 32, struct.Struct("<5q")
+_HEAD, _LOSS = struct.Struct("<6q"), 32
 NUMBERS_IN_FRAME = 16
 """Numbers of a record that travel in one frame."""
-HEADER = _HEADER.size
-"""Bytes of a header."""
 
 SAME_CALLS = "every rank must make the same calls in the same order, forward and backward"
 
@@ -118,11 +116,6 @@ class Calls:
         numbers = label.serial, _PHASES.index(label.phase), label.wants, self._agreed, self.messages, size
         return _HEAD.pack(*numbers) + label.loss.encode()[:_LOSS].ljust(_LOSS, b"\0")
 
-    def header(self, size: int) -> bytes:
-        """The header of ``size`` bytes of the message posted last."""
-        label = self.label
-        return _HEADER.pack(label.serial, _PHASES.index(label.phase), self._agreed, self.messages, size)
-
     def frames(self, record: npt.NDArray[np.int64]) -> list[bytes]:
         """A record in frames."""
         head, content = self.head(record.size), record.tobytes()
@@ -163,20 +156,6 @@ def _wants(label: Label) -> str:
     names = ["scale", "bias", "rows"] + [f"column block {i}" for i in range(label.wants.bit_length() - 3)]
     found = [name for i, name in enumerate(names) if label.wants >> i & 1]
     return f"the gradients of {', '.join(found)}" if found else "no gradients"
-
-
-def check_header(arrived: bytes, expected: bytes, rank: int, label: Label) -> None:
-    """Compare the header that came from a rank, named by its global number, with the one expected at ``label``.
-
-    Raises:
-        Conflict: they differ.
-    """
-    if arrived == expected:
-        return
-    serial, phase, _, number, size = _HEADER.unpack(arrived)
-    own = _HEADER.unpack(expected)
-    there = f"message {number} of {Label(serial, _PHASES[phase & 1])}, {size} bytes"
-    raise Conflict(f"rank {rank} sent {there}, where message {own[3]} of {label}, {own[4]} bytes, was to come")
 
 
 def whereabouts(words: dict[int, str]) -> str:

@@ -60,7 +60,7 @@ class Communicator(ABC):
     it holds anything, ``close``. Everything else is written here once.
 
     Attributes:
-        name: for reports: "in-process", "mpi", "torch gloo", "nccl", "torch nccl".
+        name: for reports: "in-process", "mpi", "torch gloo", "nccl".
         devices: kinds of devices whose arrays it carries.
         rank: this rank's number, 0..size-1.
         size: the number of ranks.

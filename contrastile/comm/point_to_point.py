@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Array
-from contrastile.comm import buffers, calls, watchdog
+from contrastile.comm import buffers, watchdog
 from contrastile.comm.calls import Conflict
 from contrastile.comm.communicator import Communicator, MismatchError, Parts, Pending
 from contrastile.comm.watchdog import AbortNotice, PeerTimeout
@@ -78,7 +78,7 @@ class PointToPoint(Communicator):
         size: int,
         deadline: float,
         host: HostChannel | None,
-        on_device: Callable[[PointToPoint, Array], Channel | None] = lambda communicator, x: None,
+        on_device: Callable[[PointToPoint, Array], Channel | None] | None = None,
         global_ranks: Sequence[int] = (),
     ) -> None:
         super().__init__(rank, size, deadline)
@@ -109,34 +109,13 @@ class PointToPoint(Communicator):
         number = self.calls.messages % NUMBERS
         if channel is not self.host:
             return channel.post(outgoing, incoming, number, self._seconds)
-        outgoing, incoming, arrived = _packed(*self._labelled(*_on_host(outgoing, incoming, on_device)))
+        outgoing, incoming, arrived = _packed(*_on_host(outgoing, incoming, on_device))
         return _Received(channel.post(outgoing, incoming, number, self._seconds), arrived)
-
-    def _labelled(
-        self, outgoing: Parts, incoming: Parts, arrived: Callable[[], None]
-    ) -> tuple[Parts, Parts, Callable[[], None]]:
-        """Put a header before each rank's vectors of bytes; ``arrived`` runs only once all headers are right."""
-        import numpy as np
-
-        def header(xs: Sequence[Array]) -> bytes:
-            return self.calls.header(sum(x.size for x in xs))
-
-        sent = {r: [np.frombuffer(bytearray(header(xs)), np.uint8), *xs] for r, xs in outgoing.items()}
-        expected = {r: header(xs) for r, xs in incoming.items()}
-        headers = {r: np.zeros(calls.HEADER, np.uint8) for r in incoming}
-        label = self.calls.label
-
-        def checked() -> None:
-            for r, there in headers.items():
-                calls.check_header(there.tobytes(), expected[r], self.global_ranks[r], label)
-            arrived()
-
-        return sent, {r: [headers[r], *xs] for r, xs in incoming.items()}, checked
 
     def _for_device(self, host: Channel, like: Array) -> Channel:
         """The channel of arrays on a device; made at the first such message, which is the same on every rank."""
         if self._device is None:
-            self._device = self.on_device(self, like) or host
+            self._device = (self.on_device and self.on_device(self, like)) or host
             self.name = self._device.name
         return self._device
 

@@ -1,9 +1,9 @@
 """Communicators over torch.distributed: NCCL for arrays on GPUs, gloo for arrays on the host, any process group.
 
 Each group gets its own engines: gloo for the host, so that agreement never waits for work queued on a GPU; and NCCL
-from the first message of arrays on a GPU, if the group itself uses NCCL. The price is one more NCCL communicator; the
-gain is that no transfer queues behind the gradients that DDP is reducing. The engines are made below torch's registry
-of groups, whose names depend on how many groups a process is in.
+from the first message of arrays on a GPU, if the group itself uses NCCL and the ranks can load it. The price is one
+more NCCL communicator; the gain is that no transfer queues behind the gradients that DDP is reducing. Gloo is made
+below torch's registry of groups, whose names depend on how many groups a process is in.
 """
 
 from __future__ import annotations
@@ -22,23 +22,11 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 import torch.distributed as dist
 
-from contrastile.backends.arrays import library_of, working_for
-from contrastile.backends.contract import Array
 from contrastile.comm import buffers, nccl, watchdog
-from contrastile.comm.communicator import Communicator, ExchangeError, Parts, Pending
-from contrastile.comm.driver import relaxed_capture
-from contrastile.comm.point_to_point import Channel, ConnectLocks, PointToPoint, raise_first
-from contrastile.comm.watchdog import (
-    AbortNotice,
-    InFlight,
-    PeerTimeout,
-    Queued,
-    Watchdog,
-    deadline_and_error,
-    deadline_or,
-)
+from contrastile.comm.communicator import Communicator, ExchangeError, Parts
+from contrastile.comm.point_to_point import ConnectLocks, PointToPoint, raise_first
+from contrastile.comm.watchdog import AbortNotice, PeerTimeout, deadline_and_error, deadline_or
 
-_BACKSTOP = 600.0
 # since torch 2.8
 _CLONES = hasattr(getattr(dist, "Store", None), "clone")
 
@@ -99,12 +87,9 @@ def _connect(group: Any, given: float | None) -> PointToPoint:
             f"the other ranks gave up before this one connected the group (deadline {deadline:g} s); look into their "
             "logs, or raise CONTRASTILE_DEADLINE"
         ) from reason
-    has_nccl = "nccl" in str(dist.get_backend_config(group))
-
-    def on_device(communicator: PointToPoint, like: Array) -> Channel | None:
-        return _nccl_channel(communicator, like, _below(store, "nccl"), ranks) if has_nccl else None
-
-    return PointToPoint(rank, len(ranks), deadline, GlooChannel(engine, rank, len(ranks), store), on_device, ranks)
+    host = GlooChannel(engine, rank, len(ranks), store)
+    on_device = nccl.channel if "nccl" in str(dist.get_backend_config(group)) else None
+    return PointToPoint(rank, len(ranks), deadline, host, on_device, ranks)
 
 
 def _told(store: Any, key: str, text: str, rank: int, ranks: Sequence[int], deadline: float) -> list[str]:
@@ -249,115 +234,3 @@ class _reaching:  # noqa: N801 - read as a statement
             text = said.rpartition(".cc:")[2].partition("] ")[2].partition(" [")[0] or said
             how = "did not answer" if "imed out" in text else f"cannot be reached ({text})"
             raise PeerTimeout([self.rank], how) from error
-
-
-def _nccl_channel(group: PointToPoint, like: Array, store: Any, ranks: Sequence[int]) -> Channel:
-    """NCCL between the same ranks; every rank of the group calls this at the same message."""
-    found = nccl.channel(group, like)
-    if found is not None:
-        return found
-    # no NCCL library to load: torch may contain its own.
-    # High priority: a transfer starts before the blocks of a kernel queued behind it take every multiprocessor
-    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # NCCL's own watchdog counts from the post, queued compute included: here it is the last resort
-    options._timeout = timedelta(seconds=max(_BACKSTOP, 10 * group.deadline))
-    options.global_ranks_in_group = list(ranks)
-    engine: Any = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
-    channel = ThroughTorch(engine, Watchdog(lambda: group.deadline, begin=relaxed_capture))
-    channel.open(_device(like), group.size)
-    return channel
-
-
-@dataclass(slots=True, eq=False)
-class ThroughTorch:
-    """Arrays on GPUs by torch's NCCL, all of a message in one group call; torch tensors and CuPy arrays.
-
-    Attributes:
-        engine: NCCL, over these ranks.
-        watchdog: raises where the host may, and ends the process where it cannot.
-    """
-
-    engine: Any
-    watchdog: Watchdog
-    _captured: bool = False
-
-    name = "torch nccl"
-
-    def open(self, device: Any, size: int) -> None:
-        """Connect all ranks; a first message between some of them would wait for the others."""
-        connected = False
-        self.watchdog.add(InFlight(lambda: True, lambda: connected, tuple(range(size))))
-        with torch.cuda.device(device):
-            self.engine.allreduce([torch.zeros(1, device=device)]).wait()
-        connected = True
-
-    def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> Pending:
-        like = next(x for xs in (*outgoing.values(), *incoming.values()) for x in xs)
-        device = _device(like)
-        with working_for(library_of(like), _torch_arrays(), like), torch.cuda.device(device):
-            captured = torch.cuda.is_current_stream_capturing()
-            self._captured |= captured
-            if not captured:
-                self.watchdog.admit()
-            ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record(torch.cuda.current_stream(device))
-            work = self._start(outgoing, incoming, device)
-
-        def done() -> bool:
-            # an aborted message is never done
-            with suppress(RuntimeError):
-                return bool(work.is_completed())
-            return False
-
-        ranks = tuple(sorted({*outgoing, *incoming}))
-        message = InFlight(ready.query, done, ranks, (outgoing, incoming))
-        if not captured:
-            # a captured message's events say nothing of any replay, and asking them is an error
-            self.watchdog.add(message)
-
-        def join() -> None:
-            with working_for(library_of(like), _torch_arrays(), like), torch.cuda.device(device):
-                work.wait()
-
-        return Queued(join, message)
-
-    def _start(self, outgoing: Parts, incoming: Parts, device: Any) -> Any:
-        if all(len(xs) == 1 for parts in (outgoing, incoming) for xs in parts.values()):
-            # the same sends and receives in one call: torch records a traceback for each call of an engine
-            nothing = torch.empty(0, dtype=torch.uint8, device=device)
-            arriving, leaving = (
-                [_tensor(*parts[rank]) if rank in parts else nothing for rank in range(self.engine.size())]
-                for parts in (incoming, outgoing)
-            )
-            return self.engine.alltoall(arriving, leaving)
-        self.engine._start_coalescing()
-        for post, parts in ((self.engine.recv, incoming), (self.engine.send, outgoing)):
-            for rank, xs in parts.items():
-                for x in xs:
-                    post([_tensor(x)], rank, 0)
-        return self.engine._end_coalescing()
-
-    def close(self) -> None:
-        self.watchdog.close()
-        if self._captured:
-            # NCCL would wait until the graphs with this communicator's messages are deleted
-            return
-        engine, self.engine = self.engine, None
-        # named with an underscore until torch 2.7
-        abort = getattr(engine, "abort", None) or engine._abort
-        abort()
-
-
-def _torch_arrays() -> Any:
-    return library_of(torch.empty(0))
-
-
-def _device(x: Array) -> Any:
-    return torch.device(library_of(x).place(x))
-
-
-def _tensor(x: Array) -> Any:
-    """The same memory as a tensor, as one vector of bytes: NCCL only moves it."""
-    if library_of(x).name == "torch":
-        return x.detach().view(-1).view(torch.uint8)
-    return torch.from_dlpack(x.reshape(-1).view("uint8"))  # type: ignore[attr-defined]

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contrastile.backends import registry as backends
-from contrastile.backends.contract import BackendUnavailableError
 from contrastile.mutate import report
-from contrastile.mutate.registry import COMPONENTS, CONTRACT, Mutant, PatchError, every
-from contrastile.mutate.run import MutationRun, Target
+from contrastile.mutate.registry import COMPONENTS, Mutant, PatchError, every
+from contrastile.mutate.run import MutationRun
 from contrastile.reporting import (
     CannotRunError,
     cannot_run,
@@ -34,11 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--component",
         **several,
         help=f"the part of the code that has the defect: {', '.join(COMPONENTS)} (default: all)",
-    )
-    add(
-        "--backend",
-        metavar="NAME",
-        help="only mutants of this backend, and the contract's wrapped around it; a name or module:attribute",
     )
     add("--device", default="cpu", choices=["cpu", "cuda"], help="where to run what can (default: cpu)")
     add("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), metavar="N", help="mutants that run at a time")
@@ -64,12 +57,6 @@ def main(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     within("deadline", args.deadline, 1)
     within("jobs", args.jobs, 1, 4 * (os.cpu_count() or 1))
-    if args.backend is not None:
-        try:
-            backends.load(args.backend)
-        except (BackendUnavailableError, ValueError, TypeError) as error:
-            raise CannotRunError(str(error)) from error
-    target = Target(args.backend, args.device, args.deadline)
     mutants = _selected(args, list(every()))
     if args.list:
         for mutant in mutants:
@@ -81,7 +68,7 @@ def _run(args: argparse.Namespace) -> int:
     if reason is not None:
         raise CannotRunError(reason)
     with progress(shown=not args.quiet) as advance:
-        run = MutationRun(target, mutants, args.jobs, advance)
+        run = MutationRun(mutants, args.device, args.deadline, args.jobs, advance)
         try:
             run.all()
         except KeyboardInterrupt:
@@ -106,6 +93,4 @@ def _selected(args: argparse.Namespace, mutants: Sequence[Mutant]) -> list[Mutan
         for name in given:
             if name not in known:
                 raise CannotRunError(f"{what} must be one that contrastile mutate --list names, got {name!r}")
-    if args.backend is not None and args.component is None:
-        components = [CONTRACT, args.backend]
     return [mutant for mutant in mutants if mutant.component in components and mutant.name in names]

@@ -1,4 +1,4 @@
-"""All mutants: the defects of ``wrappers``, and patches of the package's source, which ``patches/COMPONENT.txt`` lists.
+"""All mutants: patches of the package's source, which ``patches/COMPONENT.txt`` lists.
 
 A patch is written like this, below the ``==`` line that names its file in the package::
 
@@ -24,16 +24,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from contrastile.mutate.wrappers import WRAPPERS
-
 PACKAGE = Path(__file__).parents[1]
 PATCHES = Path(__file__).parent / "patches"
 
-CONTRACT, SCHEDULE, EXCHANGE = "contract", "schedule", "exchange"
 FACE = "front-door", "training", "integrations"
-COMPONENTS = (CONTRACT, *FACE, SCHEDULE, EXCHANGE, "numpy", "torch", "triton", "cupy")
-"""The code that has the defect: any backend behind the contract, what people call, the schedule of one process or of
-several ranks, or one backend."""
+EXCHANGE = "exchange"
+COMPONENTS = (*FACE, "schedule", EXCHANGE, "numpy", "torch", "triton", "cupy")
+"""The code that has the defect: what people call, the schedule of one process or of several ranks, or one backend."""
+
+_BELOW = dict.fromkeys(FACE, "torch") | dict.fromkeys(("schedule", EXCHANGE), "numpy")
+"""The backend with which verify runs a component that is none."""
 
 
 class PatchError(ValueError):
@@ -41,18 +41,44 @@ class PatchError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Patch:
-    """A change of one file of the package.
+class Mutant:
+    """A known defect: a change of one file of the package.
 
     Attributes:
-        file: its path in the package.
+        name: "COMPONENT:DEFECT".
+        about: the defect, in one line.
+        file: the file's path in the package.
         before: text that occurs exactly once in the file.
         after: its replacement.
+        checks: arguments of ``contrastile verify`` that select the checks; none for all. Under Triton's interpreter,
+            which takes a second for a small problem, ``run.INTERPRETED`` has the defaults.
+        equivalent: why no check can catch it, if none can.
+        device: the only kind of device on which it changes anything; "" for any.
+        package: what the changed file imports besides the backends' packages; "" for nothing.
     """
 
+    name: str
+    about: str
     file: str
     before: str
     after: str
+    checks: tuple[str, ...] = ()
+    equivalent: str | None = None
+    device: str = ""
+    package: str = ""
+
+    @property
+    def component(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
+    def defect(self) -> str:
+        return self.name.partition(":")[2]
+
+    @property
+    def backend(self) -> str:
+        """The backend that verify is to run."""
+        return _BELOW.get(self.component, self.component)
 
     def applied(self, package: Path = PACKAGE) -> str:
         """The file's text with the change.
@@ -70,46 +96,13 @@ class Patch:
         return text.replace(self.before, self.after)
 
 
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """A known defect.
-
-    Attributes:
-        name: "COMPONENT:DEFECT".
-        about: the defect, in one line.
-        patch: of a copy of the package; None for a defect of ``wrappers``.
-        checks: arguments of ``contrastile verify`` that select the checks; none for all. Under Triton's interpreter,
-            which takes a second for a small problem, ``run.INTERPRETED`` has the defaults.
-        equivalent: why no check can catch it, if none can.
-        device: the only kind of device on which it changes anything; "" for any.
-        package: what the changed file imports besides the backends' packages; "" for nothing.
-    """
-
-    name: str
-    about: str
-    patch: Patch | None = None
-    checks: tuple[str, ...] = ()
-    equivalent: str | None = None
-    device: str = ""
-    package: str = ""
-
-    @property
-    def component(self) -> str:
-        return self.name.partition(":")[0]
-
-    @property
-    def defect(self) -> str:
-        return self.name.partition(":")[2]
-
-
 def every() -> Iterator[Mutant]:
     """All mutants, component by component.
 
     Raises:
         PatchError: a list of patches is malformed.
     """
-    yield from (Mutant(f"{CONTRACT}:{name}", each.about) for name, each in WRAPPERS.items())
-    for component in COMPONENTS[1:]:
+    for component in COMPONENTS:
         yield from read(component, (PATCHES / f"{component}.txt").read_text(encoding="utf-8"))
 
 
@@ -138,6 +131,6 @@ def read(component: str, text: str) -> Iterator[Mutant]:
             file and colon and all(parts.values()) and facts.keys() <= {"checks", "equivalent", "device", "package"}
         ):
             raise PatchError(f"a patch must be written as in contrastile/mutate/registry.py, got {entry!r}")
-        patch = Patch(file, *("\n".join(part) for part in parts.values()))
+        before, after = ("\n".join(part) for part in parts.values())
         checks = tuple(shlex.split(facts.pop("checks", of_file)))
-        yield Mutant(f"{component}:{name}", about, patch, checks, **facts)
+        yield Mutant(f"{component}:{name}", about, file, before, after, checks, **facts)

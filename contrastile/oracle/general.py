@@ -49,7 +49,7 @@ def row_lse(x: FloatArray, A: BoolArray) -> FloatArray:
 
     x: (m, n); A: (m, n) bool. Returns (m,).
     """
-    return _lse(np.where(A, x, -np.inf), axis=1)
+    return lse(np.where(A, x, -np.inf), axis=1)
 
 
 def column_lse(x: FloatArray, A: BoolArray) -> FloatArray:
@@ -57,7 +57,7 @@ def column_lse(x: FloatArray, A: BoolArray) -> FloatArray:
 
     x: (m, n); A: (m, n) bool. Returns (n,).
     """
-    return _lse(np.where(A, x, -np.inf), axis=0)
+    return lse(np.where(A, x, -np.inf), axis=0)
 
 
 @np.errstate(all="ignore")
@@ -116,7 +116,7 @@ def split_lse(x: FloatArray, A: BoolArray, y: FloatArray, axis: int) -> tuple[Fl
     x, A, y: (m, n). Returns (m,) twice for axis 1 and (n,) twice for axis 0. The LSE of one pair is its logit exactly.
     """
     wanted = y != 0
-    return _lse(np.where(A & ~wanted, x, -np.inf), axis), _lse(np.where(A & wanted, x, -np.inf), axis)
+    return lse(np.where(A & ~wanted, x, -np.inf), axis), lse(np.where(A & wanted, x, -np.inf), axis)
 
 
 @np.errstate(all="ignore")
@@ -184,8 +184,11 @@ def _down_the_rows(scale: npt.ArrayLike) -> FloatArray:
 
 
 @np.errstate(all="ignore")
-def _lse(x: FloatArray, axis: int) -> FloatArray:
-    """Log-sum-exp along an axis, shifted by the maximum where that is finite."""
+def lse(x: FloatArray, axis: int) -> FloatArray:
+    """Log-sum-exp along an axis, shifted by the maximum where that is finite; -inf of nothing.
+
+    x: (m, n). Returns (m,) for axis 1 and (n,) for axis 0.
+    """
     m = x.max(axis=axis, keepdims=True, initial=-np.inf)
     # -inf (empty) and +inf cannot be subtracted; shifting by 0 gives log 0 = -inf, log inf = inf and NaN for NaN.
     shift = np.where(np.isfinite(m), m, 0.0)

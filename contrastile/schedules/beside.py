@@ -18,7 +18,7 @@ from contrastile.backends.arrays import ArrayLibrary, library_of, transfer
 from contrastile.backends.contract import Array
 from contrastile.schedules import local
 from contrastile.schedules.problem import Problem
-from contrastile.schedules.sums import summed
+from contrastile.schedules.sums import gathered, summed
 
 ROWS = 1024
 """Rows that are widened to float64 at a time."""
@@ -67,9 +67,7 @@ class Smoothing:
                 found.append(total)
         sums = source.module.stack(found)
         if placement is not None and placement.size > 1:
-            whole = arrays.empty((placement.size, *sums.shape), "float64", sums)
-            incoming = {r: [whole[r]] for r in range(placement.size)}
-            placement.communicator.exchange({r: [sums] for r in range(placement.size)}, incoming).wait()
+            (whole,) = gathered(placement, arrays, (sums[None], (1,) * placement.size))
             sums = whole.sum(0)
         self.sums = sums
 

@@ -20,6 +20,7 @@ from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem
 from contrastile.schedules.sums import (
     finalize_loss,
+    gathered,
     mean,
     placed,
     scalar_gather_buffers,
@@ -28,25 +29,16 @@ from contrastile.schedules.sums import (
 )
 
 
-def gathered(placement: Placement, arrays: ArrayLibrary, own: Array) -> Array:
-    """Every rank's vectors or features over its columns, joined in the order of the ranks."""
-    widths = placement.shards.widths
-    own = arrays.contiguous(own)
-    if placement.size == 1:
-        return own
-    whole = arrays.empty((sum(widths), *own.shape[1:]), arrays.dtype(own), own)
-    placement.communicator.all_gather(own, whole, widths).wait()
-    return whole
-
-
 def _block(problem: Problem, arrays: ArrayLibrary, kept: Array | None = None) -> Block:
     """This rank's rows against the columns of all ranks; ``kept`` are these, where an earlier pass gathered them."""
     placement, ids = placed(problem), problem.column_ids
+    widths = placement.shards.widths
     if ids is not None:
-        ids = gathered(placement, arrays, ids)
-    columns = gathered(placement, arrays, arrays.concat(list(problem.columns))) if kept is None else kept
+        (ids,) = gathered(placement, arrays, (ids, widths))
+    if kept is None:
+        (kept,) = gathered(placement, arrays, (arrays.concat(list(problem.columns)), widths))
     # the pairs' numbers are those of the joined columns already
-    return problem.block(columns, 0, ids)
+    return problem.block(kept, 0, ids)
 
 
 @local.ieee
@@ -78,13 +70,13 @@ def forward(
         loss = local.loss(problem, arrays, "float64", found.rows)
         return replace(finalize_loss(problem, loss, found.rows, arrays), gathered=columns, kept=kept)
     value, own, known = _over_columns(problem, arrays, found.rows, found.columns)
-    return local.Forward(value, found.rows[:2], own, columns, *known, kept=kept)
+    return local.Forward(value, found.rows[:2], own, columns, known, kept=kept)
 
 
 def _over_columns(
     problem: Problem, arrays: ArrayLibrary, rows: SideStatistics, state: SideStatistics
-) -> tuple[Array, local.Lses, tuple[Array | None, Array | None]]:
-    """The loss of all ranks, N and P of this rank's columns, and ``local.Forward``'s global log-sum-exps and weights.
+) -> tuple[Array, local.Lses, tuple[Array, ...] | None]:
+    """The loss of all ranks, N and P of this rank's columns, and ``local.Forward.global_columns``.
 
     Every rank receives what every rank's rows give every column, and merges it itself: few bytes beside the columns'
     features, and one message fewer than if each column's owner merged its own and sent the result.
@@ -99,34 +91,21 @@ def _over_columns(
     n, widths = placement.size, placement.shards.widths
     weight, target, dtype = problem.column_weight, problem.column_target, arrays.dtype(problem.scale)
     if n == 1:
-        return local.loss(problem, arrays, dtype, rows, state), state[:2], (None, None)
-    own, losses, incoming = scalar_gather_buffers(
-        placement, arrays, [] if problem.kind == STATISTICS else [local.loss(problem, arrays, "float64", rows)]
-    )
-    # rows aligned to 16 bytes: kernels are compiled again for others, and read them more slowly
-    total = sum(widths)
-    lses, weights = (
-        arrays.empty((2, -(-total // 4) * 4, *tuple(x.shape)[1:]), arrays.dtype(x), x)[:, :total]
-        for x in (state.negative_lse, problem.row_weight)
-    )
-    parts = [buffers.split(x, widths) for x in (weights[0], weights[1])]
-    found = [list(arrays.empty((n, *x.shape), arrays.dtype(x), x)) for x in state]
-    for arriving, x in zip(found, state, strict=True):
-        arriving[placement.rank] = x
-    for r in range(n):
-        incoming[r] += [*(arriving[r] for arriving in found), *(part[r] for part in parts)]
-    outgoing = [*own, *state, arrays.contiguous(weight), arrays.contiguous(target)]
-    placement.communicator.exchange(dict.fromkeys(range(n), outgoing), incoming).wait()
+        return local.loss(problem, arrays, dtype, rows, state), state[:2], None
+    own = [] if problem.kind == STATISTICS else [local.loss(problem, arrays, "float64", rows).reshape((1,))]
+    total, count = sum(widths), (1,) * n
+    every = [(x, count) for x in own] + [(x, (total,) * n) for x in state] + [(weight, widths), (target, widths)]
+    *losses, negative, positive, positive_sum, weight, target = gathered(placement, arrays, *every)
+    found = [list(x.reshape((n, total, *x.shape[1:]))) for x in (negative, positive, positive_sum)]
     merged = local.merged(arrays, list(map(SideStatistics, *found)))
-    for x, into in zip(merged, lses, strict=False):
-        buffers.copy(x, into)
     start, stop = placement.start, placement.start + widths[placement.rank]
     if losses:
-        of_columns = objectives.loss(problem.terms(arrays), arrays, "float64", [(*merged, weights[0], weights[1])])
+        of_columns = objectives.loss(problem.terms(arrays), arrays, "float64", [(*merged, weight, target)])
         value = arrays.cast(arrays.total(losses[0]) + of_columns, dtype)
     else:
         value = local.loss(problem, arrays, dtype, rows, SideStatistics(*(x[start:stop] for x in merged)))
-    return value, (lses[0][start:stop], lses[1][start:stop]), (lses, weights)
+    lses = merged[:2]
+    return value, (lses[0][start:stop], lses[1][start:stop]), (*lses, weight, target)
 
 
 @local.ieee
@@ -140,11 +119,11 @@ def backward(
 ) -> local.Gradients:
     """Gradients of ``upstream * loss`` for this rank's rows and columns and for the scale: see ``Placement.factor``."""
     placement, arrays = placed(problem), backend.arrays
-    if saved.global_lses is not None and saved.global_weights is not None:
-        (negative, positive), (column_weight, column_target) = saved.global_lses, saved.global_weights
+    if saved.global_columns is not None:
+        negative, positive, column_weight, column_target = saved.global_columns
         saved = replace(saved, columns=(negative, positive))
         if problem.kind == STATISTICS:
-            column_weight = gathered(placement, arrays, problem.column_weight)
+            (column_weight,) = gathered(placement, arrays, (problem.column_weight, placement.shards.widths))
         problem = replace(problem, column_weight=column_weight, column_target=column_target)
     block = _block(problem, arrays, saved.gathered)
     at_once = backend.finished is not None and wanted.rows

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 from contrastile.backends.arrays import ITEMSIZE, ArrayLibrary
-from contrastile.backends.choice import RANKS, choose
+from contrastile.backends.choice import choose
 from contrastile.backends.contract import Array
 from contrastile.comm import calls
 from contrastile.comm.calls import Label
@@ -128,7 +128,7 @@ class Handshake:
         backend = self.settings.get("backend", "auto")
         if backend == "auto":
             # what is installed may differ
-            backend = choose(arrays.name, arrays.place(rows), dtype, self.settings.get("precision", "auto"), RANKS)
+            backend = choose(arrays.name, arrays.place(rows), dtype, self.settings.get("precision", "auto"), True)
             agreed["the backend that 'auto' takes (name one that every rank has)"] = backend
         places = tuple(arrays.device(x) if arrays.owns(x) else "a number" for x, _ in numbers)
         agreed["where scale and bias are"] = places

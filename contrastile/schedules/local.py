@@ -71,9 +71,7 @@ class Forward:
         rows: (m,) float64 each, over all column blocks.
         columns: (n,) float64 each, over the joined columns; None for a loss of one direction.
         gathered: the columns that this rank has collected from others, or from all; None where it has none.
-        global_lses: (2, N) log-sum-exps of the columns of all ranks, negatives' first, of a gather of two directions;
-            None otherwise.
-        global_weights: (2, N) likewise, their v and t'.
+        global_columns: of a gather of two directions N, P, v and t' of the columns of all ranks; None otherwise.
         kept: of each block, in the order of the schedule: see ``contract.Statistics``. Empty where nothing was kept.
     """
 
@@ -81,23 +79,22 @@ class Forward:
     rows: Lses
     columns: Lses | None = None
     gathered: Array | None = None
-    global_lses: Array | None = None
-    global_weights: Array | None = None
+    global_columns: tuple[Array, ...] | None = None
     kept: tuple[Array | None, ...] = field(default=(), kw_only=True)
 
     @property
     def state(self) -> State:
         """All but the loss, as ``Forward.of`` takes it."""
-        columns = self.columns or (None, None)
-        return *self.rows, *columns, self.gathered, self.global_lses, self.global_weights, *self.kept
+        columns, everywhere = self.columns or (None,) * 2, self.global_columns or (None,) * 4
+        return *self.rows, *columns, self.gathered, *everywhere, *self.kept
 
     @staticmethod
     def of(state: State) -> Forward:
         """Of a state. Its first four, the log-sum-exps, are all that a process alone needs."""
-        n, p, *columns = state[:4]
-        return Forward(
-            None, (n, p), None if columns[0] is None else (columns[0], columns[1]), *state[4:7], kept=tuple(state[7:])
-        )
+        n, p, m, q = state[:4]
+        gathered, *everywhere = state[4:9] or (None,) * 5
+        over = None if everywhere[0] is None else tuple(everywhere)
+        return Forward(None, (n, p), None if m is None else (m, q), gathered, over, kept=tuple(state[9:]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,11 @@ from dataclasses import replace
 from contrastile.backends.arrays import ArrayLibrary, library_of, working_for
 from contrastile.backends.contract import Array
 from contrastile.backends.objectives import STATISTICS
-from contrastile.comm import buffers
 from contrastile.schedules import scalars
 from contrastile.schedules.gather import by_block
 from contrastile.schedules.local import Gradients, State, Wanted
 from contrastile.schedules.problem import Problem
-from contrastile.schedules.sums import mean, phase, placed
+from contrastile.schedules.sums import gathered, mean, phase, placed
 
 
 def applies(problem: Problem) -> bool:
@@ -26,7 +25,7 @@ def applies(problem: Problem) -> bool:
     return problem.placement is not None and problem.placement.exchange == "replicate"
 
 
-def gathered(problem: Problem, arrays: ArrayLibrary) -> Problem:
+def replicated(problem: Problem, arrays: ArrayLibrary) -> Problem:
     """The whole problem, of a process alone: every rank's part, joined in the order of the ranks, in one message.
 
     The scale and the bias, where they lie on a device, are compared: see ``scalars.checked``.
@@ -39,7 +38,7 @@ def gathered(problem: Problem, arrays: ArrayLibrary) -> Problem:
         ExchangeError: a rank did not answer within the deadline.
     """
     placement = placed(problem)
-    n, rows, columns = placement.size, placement.shards.rows, placement.shards.widths
+    rows, columns = placement.shards.rows, placement.shards.widths
     # pairs are numbered over the joined columns already
     joined = (arrays.concat(list(problem.columns)),) if problem.columns else ()
     own = problem.rows, None, None, *problem.vectors, *joined
@@ -54,14 +53,9 @@ def gathered(problem: Problem, arrays: ArrayLibrary) -> Problem:
         i: (x, each) for i, (x, each) in enumerate(zip(own, counts, strict=True)) if homes[i] == i and x is not None
     }
     numbers = scalars.of(problem)
-    wide = {name: (arrays.cast(x, "float64").reshape((1,)), (1,) * n) for name, x in numbers.items()}
-    sent = [*parts.values(), *wide.values()]
-    wholes = [arrays.empty((sum(each), *x.shape[1:]), arrays.dtype(x), x) for x, each in sent]
-    split = [buffers.split(whole, each) for whole, (_, each) in zip(wholes, sent, strict=True)]
-    leaving = [arrays.contiguous(x) for x, _ in sent]
-    arriving = {r: [part[r] for part in split] for r in range(n)}
+    wide = [(arrays.cast(x, "float64").reshape((1,)), (1,) * placement.size) for x in numbers.values()]
     with working_for(arrays, arrays, problem.rows), phase(placement):
-        placement.communicator.exchange(dict.fromkeys(range(n), leaving), arriving).wait()
+        wholes = gathered(placement, arrays, *parts.values(), *wide)
     found = dict(zip(parts, wholes, strict=False))
     whole = problem.with_arrays([found.get(i) for i in homes])
     if problem.equal is not None:
@@ -88,13 +82,10 @@ def upstream_of_whole(problem: Problem, upstream: Array, wanted: Wanted, arrays:
     placement = placed(problem)
     if problem.kind != STATISTICS:
         return upstream * placement.factor
-    m, counts = problem.rows.shape[0], [placement.shards.rows, placement.shards.widths]
-    own = [arrays.contiguous(x.T) for x in (upstream[:, :m], upstream[:, m:])][: 1 + len(problem.columns[:1])]
-    wholes = [arrays.empty((sum(each), 3), "float64", x) for x, each in zip(own, counts, strict=False)]
-    split = [buffers.split(whole, each) for whole, each in zip(wholes, counts, strict=False)]
+    m, shards = problem.rows.shape[0], placement.shards
+    own = [(upstream[:, :m].T, shards.rows), (upstream[:, m:].T, shards.widths)][: 1 + len(problem.columns[:1])]
     with working_for(arrays, arrays, problem.rows), phase(placement, wanted):
-        arriving = {r: [part[r] for part in split] for r in range(placement.size)}
-        placement.communicator.exchange(dict.fromkeys(range(placement.size), own), arriving).wait()
+        wholes = gathered(placement, arrays, *own)
     return arrays.concat(wholes).T
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, SideStatistics
 from contrastile.backends.objectives import STATISTICS
+from contrastile.comm import buffers
 from contrastile.schedules import local
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem
@@ -43,11 +44,27 @@ def summed(placement: Placement, arrays: ArrayLibrary, *numbers: Array) -> Seque
     return [arrays.total(x) for x in gathered_scalars(placement, arrays, numbers)]
 
 
+def gathered(placement: Placement, arrays: ArrayLibrary, *parts: tuple[Array, Sequence[int]]) -> list[Array]:
+    """Every rank's arrays, joined in the order of the ranks. One message for all, and none in a world of one.
+
+    Args:
+        placement: of the problem.
+        arrays: their library.
+        *parts: this rank's arrays, each with the rows that each rank has of it.
+    """
+    own, ranks = [arrays.contiguous(x) for x, _ in parts], range(placement.size)
+    if placement.size == 1:
+        return own
+    wholes = [arrays.empty((sum(counts), *x.shape[1:]), arrays.dtype(x), x) for x, counts in parts]
+    split = [buffers.split(whole, counts) for whole, (_, counts) in zip(wholes, parts, strict=True)]
+    incoming = {r: [each[r] for each in split] for r in ranks}
+    placement.communicator.exchange(dict.fromkeys(ranks, own), incoming).wait()
+    return wholes
+
+
 def gathered_scalars(placement: Placement, arrays: ArrayLibrary, numbers: Sequence[Array]) -> list[Array]:
     """Every rank's number, (n,), for each of this rank's, 0-d. One message for all."""
-    own, whole, incoming = scalar_gather_buffers(placement, arrays, numbers)
-    placement.communicator.exchange(dict.fromkeys(range(placement.size), own), incoming).wait()
-    return whole
+    return gathered(placement, arrays, *((x.reshape((1,)), (1,) * placement.size) for x in numbers))
 
 
 def scalar_gather_buffers(

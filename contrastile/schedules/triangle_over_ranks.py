@@ -19,7 +19,7 @@ from contrastile.schedules import local, triangle
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem
 from contrastile.schedules.ring import visits
-from contrastile.schedules.sums import finalize_loss, gradients_over_ranks, placed, scaled_weights
+from contrastile.schedules.sums import finalize_loss, gathered, gradients_over_ranks, placed, scaled_weights
 
 
 def shares(placement: Placement, rank: int, owner: int) -> tuple[slice, slice]:
@@ -86,12 +86,8 @@ class _ShardExchange:
             yield from visits(place, self.arrays, own, lambda rank: [self._sizes[rank]] * len(own), count)
             return
         held = [] if self.gathered is None else [self.gathered]
-        held += [self._room(sum(self._sizes), x) for x in own[len(held) :]]
+        held += gathered(place, self.arrays, *((x, self._sizes) for x in own[len(held) :]))
         parts = [buffers.split(x, self._sizes) for x in held]
-        new = 0 if self.gathered is None else 1
-        incoming = {rank: [part[rank] for part in parts[new:]] for rank in range(place.size)}
-        if own[new:]:
-            place.communicator.exchange(dict.fromkeys(range(place.size), own[new:]), incoming).wait()
         self.gathered = held[0]
         for step in range(count):
             owner = (place.rank - step) % place.size

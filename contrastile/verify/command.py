@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from contrastile.backends import registry
@@ -25,7 +24,7 @@ from contrastile.verify import cases, launched, page, report
 from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.execution import DTYPES
 from contrastile.verify.losses import names
-from contrastile.verify.options import OPTIONS, Selected, settle, whole
+from contrastile.verify.options import OPTIONS, selected, settle, whole
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Failure, Row, Run
 from contrastile.verify.worlds import Threads, World, WorldError
@@ -68,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
             print(listing())
             return PASS
         with launched.opened(args.world, args.device) as world:
-            return _run(args, world) if world is None or isinstance(world, Threads) else _launched(args, world)
+            return _isolated(args, world) if world is None or isinstance(world, Threads) else _launched(args, world)
     except (CannotRunError, WorldError) as error:
         return cannot_run("verify", error)
     except KeyboardInterrupt:
@@ -94,7 +93,9 @@ def listing() -> str:
     return "\n".join(lines)
 
 
-def _require_writable(args: argparse.Namespace, world: World | None) -> None:
+def _prepare(args: argparse.Namespace, world: World | None) -> None:
+    args.left_out = settle(args)
+    require_packages(*["rich"] * (not args.quiet), *["matplotlib"] * (args.report is not None))
     # the leader writes; every rank must know whether it can
     reason = why_not_writable(args.json, args.report) if world is None or world.leads else None
     reason = reason if world is None else world.share(reason)
@@ -102,16 +103,9 @@ def _require_writable(args: argparse.Namespace, world: World | None) -> None:
         raise CannotRunError(reason)
 
 
-def _run(args: argparse.Namespace, world: World | None) -> int:
-    args.left_out = settle(args)
-    if not args.quiet:
-        require_packages("rich")
-    _require_writable(args, world)
-    return _isolated(args, world) if world is None or isinstance(world, Threads) else _in_this_process(args, world)
-
-
 def _isolated(args: argparse.Namespace, world: Threads | None) -> int:
     """Run on workers of pytest, so that a backend that crashes ends its worker alone."""
+    _prepare(args, world)
     require_packages("pytest", "xdist")
     from contrastile.verify.session import Session
 
@@ -136,20 +130,20 @@ def _jobs(args: argparse.Namespace) -> int:
 
 
 def _launched(args: argparse.Namespace, world: World) -> int:
-    """Run in every process of a launcher: the leader prints, and all return its exit code."""
+    """Run in every process of a launcher: the leader prints, and all return its exit code.
+
+    All ranks of a world reach the same verdicts, so all stop at the first failure.
+    """
     try:
-        code = _run(args, world)
+        _prepare(args, world)
+        with progress(shown=world.leads and not args.quiet) as advance:
+            run = Run(selected(args, world), advance, fail_fast=args.fail_fast)
+            rows = list(run.rows())
+        code = _verdict(args, rows, run.failures, leads=world.leads)
     except CannotRunError as error:
         code = cannot_run("verify", error) if world.leads else COULD_NOT_RUN
     # exit together: a launcher that sees one process fail may end the others in the middle of a line
     return world.share(code)
-
-
-def _in_this_process(args: argparse.Namespace, world: World) -> int:
-    with progress(shown=world.leads and not args.quiet) as advance:
-        run = Run(Selected(args, world), advance)
-        rows = list(_until_failure(run.rows()) if args.fail_fast else run.rows())
-    return _verdict(args, rows, run.failures, leads=world.leads)
 
 
 def _verdict(args: argparse.Namespace, rows: list[Row], failures: list[Failure], *, leads: bool = True) -> int:
@@ -166,11 +160,3 @@ def _verdict(args: argparse.Namespace, rows: list[Row], failures: list[Failure],
     if leads:
         report.show(rows, failures, quiet=args.quiet, seconds=seconds, left_out=args.left_out)
     return {"pass": PASS, "fail": FAIL, "incomplete": COULD_NOT_RUN}[report.verdict(rows)]
-
-
-def _until_failure(rows: Iterator[Row]) -> Iterator[Row]:
-    """The rows up to the first failure. All ranks of a world reach the same verdicts, so all stop there."""
-    for row in rows:
-        yield row
-        if row["status"] == "fail":
-            return

@@ -1,7 +1,7 @@
 """The processes of mpirun or torchrun as a world.
 
-A test that failed leaves its communicator behind, and under MPI each has one of its own. A rank that raises tells the
-others once they are done, or have given up on it. A watchdog ends a rank that hangs; its launcher then ends the others.
+A test that failed leaves its communicator behind. A rank that raises tells the others once they are done, or have given
+up on it. A watchdog ends a rank that hangs; its launcher then ends the others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class Launched(World):
         rank: this process's number.
         everybody: everybody's object, by rank, from this process's own.
         duplicate: a fresh group of all processes.
-        free: frees one before another test; None where groups are expensive, and kept for the next test.
     """
 
     name: str
@@ -42,8 +41,6 @@ class Launched(World):
     size: int
     everybody: Callable[[Any], list[Any]]
     duplicate: Callable[[], Any]
-    free: Callable[[Any], None] | None
-    _group: Any = None
     _communicator: Communicator | None = None
     _watchdog: float = field(default_factory=lambda: 3 * deadline_or(None) + 60)
 
@@ -52,18 +49,11 @@ class Launched(World):
     def __post_init__(self) -> None:
         self.leads = self.rank == 0
 
-    def begin(self) -> None:
-        if self._group is not None and self.free is not None:
-            # its communicator is freed with it
-            self.free(self._group)
-            self._group = self._communicator = None
-
     def run(self, program: Callable[[Communicator], T], *, late: bool = False) -> list[T]:
         """See ``World``; the error is that of the first rank that did not just wait for another."""
         with self._watched():
             if self._communicator is None:
-                self._group = self.duplicate()
-                self._communicator = connect(self._group)
+                self._communicator = connect(self.duplicate())
             mine: tuple[Any, Exception | None]
             try:
                 mine = program(self._communicator), None
@@ -73,7 +63,7 @@ class Launched(World):
         errors = [error for _, error in found if error is not None]
         if errors:
             # a failed program may have left messages behind
-            self._group = self._communicator = None
+            self._communicator = None
             raise min(errors, key=lambda error: isinstance(error, ExchangeError))
         return [value for value, _ in found]
 
@@ -167,7 +157,7 @@ def mpi(device: str) -> Iterator[Launched]:
             pause = min(2 * pause, 1e-3)
         return comm.allgather(x)
 
-    yield Launched("mpi", launch, rank, size, everybody, comm.Dup, lambda group: group.Free())
+    yield Launched("mpi", launch, rank, size, everybody, comm.Dup)
 
 
 @contextmanager
@@ -195,7 +185,7 @@ def torch(device: str) -> Iterator[Launched]:
             return found
 
         launch = ["torchrun", "--nproc-per-node", str(size), "-m", "contrastile"]
-        yield Launched("torch", launch, dist.get_rank(), size, everybody, dist.new_group, None)
+        yield Launched("torch", launch, dist.get_rank(), size, everybody, dist.new_group)
     finally:
         dist.destroy_process_group()
 

@@ -11,7 +11,7 @@ from contrastile.backends import registry
 from contrastile.backends.arrays import FLOATS
 from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError
 from contrastile.environment import finds_a_gpu
-from contrastile.reporting import CannotRunError, one_line, within
+from contrastile.reporting import CannotRunError, one_line, require_packages, within
 from contrastile.verify import cases, launched, public, sharded, strategies
 from contrastile.verify.comparison import Comparisons, wrong
 from contrastile.verify.distributed import DISTRIBUTED
@@ -21,7 +21,7 @@ from contrastile.verify.losses.claims import OBJECTIVES
 from contrastile.verify.losses.selection import LossSelection
 from contrastile.verify.losses.subject import Loss
 from contrastile.verify.properties import PROPERTIES
-from contrastile.verify.runner import Check, CheckSource
+from contrastile.verify.runner import Check
 from contrastile.verify.selection import FEW_CASES, Selection
 from contrastile.verify.trial import skipped
 from contrastile.verify.worlds import Threads, World
@@ -83,20 +83,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """The options that the command and pytest have, each as argparse takes it."""
 
 
-def words(options: argparse.Namespace) -> list[str]:
-    """The options, as they are given."""
-    found = []
-    for name in OPTIONS:
-        value = getattr(options, name)
-        if isinstance(value, list):
-            found += [f"--{name}", *value]
-        elif value is True:
-            found.append(f"--{name}")
-        elif value not in (None, False):
-            found.append(f"--{name}={value}")
-    return found
-
-
 def settle(options: argparse.Namespace) -> list[str]:
     """Check the options, and fill in what they leave open.
 
@@ -130,9 +116,8 @@ def settle(options: argparse.Namespace) -> list[str]:
     if given.deadline is not None and not 0 < given.deadline < float("inf"):
         raise CannotRunError(f"--deadline must be a number of seconds above 0, got {given.deadline:g}")
     given.case, given.property = _known("case", given.case, every), _known("property", given.property, properties)
-    if not ranks:
-        # whether there is such a world
-        threads(given)
+    if not given.loss:
+        require_packages("hypothesis")
     return [f"{', '.join(left_out)} ({'--quick' if given.quick else 'give --dtype'})"] if left_out else []
 
 
@@ -207,58 +192,48 @@ def _of_losses(options: argparse.Namespace) -> LossSelection:
     return LossSelection(losses, options.case, options.property, tuple(options.dtype or DTYPES), device)
 
 
-class Selected:
-    """The checks that options select, which loads the backends or the losses.
+def selected(
+    options: argparse.Namespace, world: World | None = None, printed: Callable[[], str] = str
+) -> Iterator[Check]:
+    """The checks that options select, in a fixed order; the backends or the losses are loaded first.
 
     Args:
         options: as ``settle`` leaves them.
         world: the ranks.
         printed: returns what has been printed since the last call.
 
+    Yields:
+        One check for each backend that cannot run or has printed, then all others.
+
     Raises:
         CannotRunError: what was asked for cannot be had.
     """
-
-    def __init__(
-        self, options: argparse.Namespace, world: World | None = None, printed: Callable[[], str] = str
-    ) -> None:
-        if options.device == "cuda" and not finds_a_gpu():
-            raise CannotRunError(
-                "--device cuda needs a GPU that torch or CuPy can use, and neither finds one; use --device cpu"
-            )
-        self._whole: list[Check] = []
-        if options.loss:
-            self._source: CheckSource = _of_losses(options)
-            # what a module prints when it is imported is no check's
-            printed()
-            return
-        ranks, backends = 1 if world is None else world.size, {}
-        for name in dict.fromkeys(options.backend or registry.names()):
-            try:
-                backends[name] = registry.load(name)
-            except BackendUnavailableError as error:
-                if options.backend:
-                    raise CannotRunError(str(error)) from error
-                self._whole.append(whole(name, partial(skipped, str(error)), ranks))
-            except (Exception, SystemExit) as error:
-                # importing other people's code may raise anything
-                ours = isinstance(error, ValueError | TypeError)
-                raise CannotRunError(str(error) if ours else f"backend {name!r} raised {one_line(error)}") from error
-            said = printed()
-            if said:
-                self._whole.append(
-                    whole(
-                        name,
-                        partial(iter, [("", wrong(f"printed to stdout when it was imported: {said!r}"))]),
-                        ranks,
-                    )
-                )
-        self._source = _selection(options, backends, world)
-
-    def checks(self) -> Iterator[Check]:
-        """One for each backend that cannot run or has printed, then all others, in a fixed order."""
-        yield from self._whole
-        yield from self._source.checks()
+    if options.device == "cuda" and not finds_a_gpu():
+        raise CannotRunError(
+            "--device cuda needs a GPU that torch or CuPy can use, and neither finds one; use --device cpu"
+        )
+    if options.loss:
+        losses = _of_losses(options)
+        # what a module prints when it is imported is no check's
+        printed()
+        yield from losses
+        return
+    ranks, backends = 1 if world is None else world.size, {}
+    for name in dict.fromkeys(options.backend or registry.names()):
+        try:
+            backends[name] = registry.load(name)
+        except BackendUnavailableError as error:
+            if options.backend:
+                raise CannotRunError(str(error)) from error
+            yield whole(name, partial(skipped, str(error)), ranks)
+        except (Exception, SystemExit) as error:
+            # importing other people's code may raise anything
+            ours = isinstance(error, ValueError | TypeError)
+            raise CannotRunError(str(error) if ours else f"backend {name!r} raised {one_line(error)}") from error
+        if said := printed():
+            found = wrong(f"printed to stdout when it was imported: {said!r}")
+            yield whole(name, partial(iter, [("", found)]), ranks)
+    yield from _selection(options, backends, world)
 
 
 def whole(name: str, compare: Callable[[], Comparisons], ranks: int = 1) -> Check:

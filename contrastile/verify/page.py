@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import math
 import shlex
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from contrastile.environment import environment
 from contrastile.verify import growth, plots, report
 from contrastile.verify.runner import Failure, Row
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --line: #d6dae0;
-  --faint: #5b6470; --heat: 217, 119, 6; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e8eb; --paper: #14171b; --line: #343a42; --faint: #a3acb8; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 62rem; font: 16px/1.45 system-ui, sans-serif;
-  color: var(--ink); background: var(--paper); overflow-wrap: anywhere; }
-h1 { font-size: 1.5rem; margin: 0.3rem 0; } h2 { font-size: 1.15rem; margin: 2rem 0 0.5rem; }
-h3 { font-size: 1rem; margin: 1rem 0 0.3rem; }
-.verdict { border-left: 0.5rem solid; padding: 0.6rem 0.8rem; }
+:root { color-scheme: light dark; }
+body { margin: 0 auto; padding: 1rem; max-width: 62rem; font: 16px/1.45 system-ui, sans-serif; }
+h1 { border-left: 0.5rem solid; padding-left: 0.8rem; }
 .pass { border-color: #16a34a; } .fail { border-color: #dc2626; } .incomplete { border-color: #d97706; }
-.word { font-weight: 700; font-size: 1.3rem; }
-.faint { color: var(--faint); }
-table { border-collapse: collapse; width: 100%; } td, th { padding: 0.15rem 0.3rem; text-align: left; }
-.heat { table-layout: fixed; font-size: 0.8rem; font-variant-numeric: tabular-nums; }
-.heat td { text-align: center; border: 1px solid var(--paper);
-  background: rgba(var(--heat), var(--h, 0)); print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-.heat th:first-child { width: 7.6rem; font-weight: 400; }
-.heat thead th { text-align: center; font-size: 0.72rem; padding: 0.15rem 0; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 0.8rem; line-height: 1.25; }
+.heat { border-collapse: collapse; table-layout: fixed; width: 100%; font-size: 0.8rem; }
+.heat td { text-align: center; background: rgba(217, 119, 6, var(--h, 0)); print-color-adjust: exact; }
+.heat th:first-child { width: 9rem; text-align: left; font-weight: 400; }
 .heat td.failed { background: #b91c1c; color: #ffffff; font-weight: 700; }
-.plots { display: flex; flex-wrap: wrap; gap: 0.4rem; } .plots svg { flex: 1 1 250px; min-width: 0; max-width: 360px; }
-pre { white-space: pre-wrap; border: 1px solid var(--line); padding: 0.5rem; font-size: 0.85rem; margin: 0.3rem 0; }
-@media print { body { max-width: none; } section, svg, table { break-inside: avoid; } }
+svg { max-width: 100%; height: auto; }
 """
 
 _LOWEST = -4.0
@@ -51,7 +39,7 @@ def page(
     seconds: float | None = None,
     left_out: Sequence[str] = (),
 ) -> str:
-    """The report, as HTML.
+    """What the terminal shows, with a heat map of all properties, plots and the environment, as HTML.
 
     Args:
         rows: of the run.
@@ -59,28 +47,27 @@ def page(
         command: the words that started it.
         seconds: how long it took, if that is to be said.
         left_out: what was not run because less was asked for.
+
+    Raises:
+        ImportError: there is something to plot, and matplotlib is not installed.
     """
-    untested = [*left_out, *report.gaps(rows), *(f"{name}: {reason}" for name, reason in report.not_run(rows))]
-    untested += [f"{each} (not claimed)" for each in report.unclaimed(rows)]
-    reruns = [each.command for each in failures[:50]]
-    body = "".join(
-        [
-            _verdict(rows, seconds),
-            _section("Not tested", _list(untested) or "<p>Nothing.</p>"),
-            _section("Failures", "".join(_failure(group) for group in report.causes(failures))) if failures else "",
-            _section("Error over bound", _heat(rows)),
-            _section("Error against d, b and scale", _plots(rows)),
-            _section("Skipped", _list(report.skips(rows)) or "<p>Nothing.</p>"),
-            _section("Environment", _facts(environment())),
-            _section("Commands", "".join(f"<pre>{escape(x)}</pre>" for x in (shlex.join(command), *reruns))),
-        ]
-    )
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        report.show(rows, failures, quiet=False, seconds=seconds, left_out=left_out)
+    word = report.verdict(rows)
+    body = [
+        f'<h1 class="{word}">contrastile verify: {word.upper()}</h1>\n',
+        f"<pre>$ {escape(shlex.join(command))}\n\n{escape(shown.getvalue())}</pre>\n",
+        _section("Error over bound", _heat(rows)),
+        _section("Error against d, b and scale", _plots(rows)),
+        _section("Environment", f"<pre>{escape(json.dumps(environment(), indent=1))}</pre>"),
+    ]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<link rel="icon" href="data:,">\n'
-        f"<title>contrastile verify: {escape(report.verdict(rows))}</title>\n"
-        f"<style>{_STYLE}{plots.STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+        f"<title>contrastile verify: {word}</title>\n"
+        f"<style>{_STYLE}</style>\n</head>\n<body>\n{''.join(body)}</body>\n</html>\n"
     )
 
 
@@ -88,31 +75,11 @@ def _section(title: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{content}</section>\n"
 
 
-def _list(lines: Sequence[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>" if lines else ""
-
-
-def _verdict(rows: Sequence[Row], seconds: float | None) -> str:
-    word = report.verdict(rows)
-    _, _, rest = report.summary(rows, seconds).partition(": ")
-    said = escape(rest.partition("; not tested:")[0])
-    head = f'<span class="word">{word.upper()}</span>'
-    return f'<h1>contrastile verify</h1>\n<div class="verdict {word}">{head} {said}</div>\n'
-
-
-def _failure(group: Sequence[Failure]) -> str:
-    failure, *others = group
-    row = failure.row
-    where = " ".join(str(row[name]) for name in ("backend", "property", "case", "dtype"))
-    more = f"<p>And {len(others)} more, likely of the same cause.</p>" if others else ""
-    return f"<h3>{escape(where)}</h3><p>{escape(row['reason'])}</p><pre>{escape(failure.command)}</pre>{more}"
-
-
 def _heat(rows: Sequence[Row]) -> str:
     """A table for each backend: properties by dtypes, coloured by the logarithm of the largest ratio."""
     compared = [row for row in rows if row["property"] != "all"]
     parts = [
-        '<p class="faint">The largest error / bound of all cases, without the rounding of a result to its own dtype; '
+        "<p>The largest error / bound of all cases, without the rounding of a result to its own dtype; "
         "below 1 passes. The colour is on a logarithmic scale: none at 0.0001, all of it at 1.</p>"
     ]
     for (backend, device), group in report.grouped(compared, lambda row: (row["backend"], row["device"])).items():
@@ -142,26 +109,14 @@ def _cell(rows: Sequence[Row]) -> str:
 
 
 def _plots(rows: Sequence[Row]) -> str:
-    measured = [(row, row.get("points", [])) for row in rows if row.get("points")]
+    measured = [row for row in rows if row.get("points")]
     if not measured:
         return "<p>Not measured: the property growth did not run.</p>"
     parts = [
-        '<p class="faint">The symmetric loss of random pairs: the norm of both gradients\' errors over their own norm. '
-        "In 16 bits the result's own rounding is the floor of the error.</p>",
-        plots.legend(),
+        "<p>The symmetric loss of random pairs: the norm of both gradients' errors over their own norm. "
+        "In 16 bits the result's own rounding is the floor of the error.</p>"
     ]
-    for (backend, device), group in report.grouped(
-        measured, lambda each: (each[0]["backend"], each[0]["device"])
-    ).items():
-        drawn = "".join(plots.plot(row["dtype"], axis, points) for row, points in group for axis in growth.AXES)
-        parts.append(f'<h3>{escape(backend)} on {escape(device)}</h3><div class="plots">{drawn}</div>')
+    for (backend, device), group in report.grouped(measured, lambda row: (row["backend"], row["device"])).items():
+        drawn = plots.figure([(row["dtype"], row["points"]) for row in group], list(growth.AXES))
+        parts.append(f"<h3>{escape(backend)} on {escape(device)}</h3>{drawn}")
     return "".join(parts)
-
-
-def _facts(facts: dict[str, Any]) -> str:
-    lines = (
-        f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>"
-        for name, value in facts.items()
-        if value is not None
-    )
-    return f"<table>{''.join(lines)}</table>"

@@ -24,7 +24,7 @@ import pytest
 from contrastile.reporting import CannotRunError
 from contrastile.verify.losses.selection import LossSelection
 from contrastile.verify.losses.subject import Loss
-from contrastile.verify.options import OPTIONS, Selected, settle, threads
+from contrastile.verify.options import OPTIONS, selected, settle, threads
 from contrastile.verify.runner import Check, Failure, Row
 from contrastile.verify.worlds import WorldError
 
@@ -68,7 +68,7 @@ class Checks(pytest.Directory):
             raise CannotRunError(f"--world {options.world} must be given to contrastile verify, got it for pytest")
         settle(options)
         with _watched(self.config, loading_limit(options)):
-            for number, check in enumerate(Selected(options, threads(options), lambda: _printed(self.config)).checks()):
+            for number, check in enumerate(selected(options, threads(options), lambda: _printed(self.config))):
                 seconds = limit(options, check.device)
                 yield CheckItem.from_parent(self, name=check.name(), check=check, number=number, deadline=seconds)
 
@@ -244,7 +244,7 @@ class LossFile(pytest.File):
         for name, target in named:
             loss = Loss.of(target)
             short = name or loss.name.rpartition(":")[2]
-            for check in LossSelection([loss]).checks():
+            for check in LossSelection([loss]):
                 test = check.name().replace(loss.name, short, 1)
                 matching = [skip for skip in skips if fnmatchcase(test, skip.pattern)]
                 for skip in matching:

@@ -47,7 +47,7 @@ _CASES = (
     "opposite@one",
     *OPTIONS,
 )
-_ROWS, _WIDTH = 24, 20
+_ROWS, _WIDTH, _MANY = 24, 20, 1000
 
 
 def asked(case: str, label: str) -> bool:
@@ -78,6 +78,8 @@ def _alone(objective: str, subject: Subject, case: str) -> Comparisons:
         for name in (CALLS, *_CASES):
             # ids and labels beyond 32 bits are nothing to do with the features' dtype
             elsewhere = name.endswith("@far") and subject.label != "float32"
+            # what is done to many rows at a time is not done in blocks, which would be thousands
+            elsewhere = elsewhere or (loss.block is not None and name in OPTIONS and BATCHES[name].rows > _MANY)
             if name != CALLS and (elsewhere or not concerns(name, "value", None, objective)):
                 continue
             if not asked(case, f"{loss.name}, {name}"):

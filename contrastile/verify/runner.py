@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NotRequired, Protocol, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -151,12 +151,13 @@ class Check:
         return row, None
 
 
-class CheckSource(Protocol):
-    """What a run takes its checks from."""
-
-    def checks(self) -> Iterator[Check]:
-        """All checks, in a fixed order."""
-        ...
+def words(given: Mapping[str, Any]) -> list[str]:
+    """Options as a command line has them; those that are None or False are left out."""
+    found = []
+    for name, value in given.items():
+        if value is not None and value is not False:
+            found += [f"--{name}", *(value if isinstance(value, list) else [] if value is True else [str(value)])]
+    return found
 
 
 @dataclass(slots=True)
@@ -164,20 +165,24 @@ class Run:
     """Checks in this process, one after another: iterate over ``rows`` once; ``failures`` fills as it goes.
 
     Attributes:
-        selection: what to run.
+        checks: what to run.
         progress: called with (rows done, rows in all, what was done).
         failures: the failures so far.
+        fail_fast: stop at the first.
     """
 
-    selection: CheckSource
+    checks: Iterable[Check]
     progress: ProgressCallback = lambda done, total, what: None
     failures: list[Failure] = field(default_factory=list)
+    fail_fast: bool = False
 
     def rows(self) -> Iterator[Row]:
         """One row for each check."""
-        total = sum(1 for _ in self.selection.checks())
-        for number, check in enumerate(self.selection.checks(), 1):
+        checks = list(self.checks)
+        for number, check in enumerate(checks, 1):
             row, failure = check.run()
             self.failures += [] if failure is None else [failure]
-            self.progress(number, total, check.name())
+            self.progress(number, len(checks), check.name())
             yield row
+            if failure is not None and self.fail_fast:
+                return

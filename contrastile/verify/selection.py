@@ -13,7 +13,7 @@ from contrastile.verify.comparison import Comparisons
 from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.execution import DTYPES, one_thread
 from contrastile.verify.properties import PROPERTIES
-from contrastile.verify.runner import Check
+from contrastile.verify.runner import Check, words
 from contrastile.verify.trial import Property, Subject, Trial, skipped
 from contrastile.verify.truth import truth
 from contrastile.verify.worlds import World
@@ -36,7 +36,7 @@ A whole run on a host tries them in float32 on every case, and in other dtypes o
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What to run.
+    """What to run: iterating over it gives the checks.
 
     Attributes:
         backends: by name.
@@ -99,22 +99,25 @@ class Selection:
         return [name for name in self.cases if name.partition(":")[0] == each.case]
 
     def command(self, subject: Subject, each: Property, case: str) -> str:
-        words = [*(["contrastile"] if self.world is None else self.world.launch), "verify"]
-        words += [] if self.world is None else ["--world", self.world.name]
-        words += ["--backend", subject.name, "--dtype", subject.dtype]
-        if subject.dtype == "float32" and len(subject.backend.precisions) > 1:
-            words += ["--precision", subject.precision]
-        for name in ("workspace", "keep"):
-            mib = getattr(self, name)
-            words += [] if mib is None else [f"--{name}", str(mib)]
-        words += ["--property", each.name, "--case", case, "--seed", str(self.seed)]
-        if case in (strategies.CASE, sharded.CASE):
-            words += ["--examples", str(self.examples)]
-        if self.device != "auto":
-            words += ["--device", self.device]
-        return shlex.join(words)
+        """The command that makes a check again."""
+        several = subject.dtype == "float32" and len(subject.backend.precisions) > 1
+        given = {
+            "world": None if self.world is None else self.world.name,
+            "backend": subject.name,
+            "dtype": subject.dtype,
+            "precision": subject.precision if several else None,
+            "workspace": self.workspace,
+            "keep": self.keep,
+            "property": each.name,
+            "case": case,
+            "seed": self.seed,
+            "examples": self.examples if case in (strategies.CASE, sharded.CASE) else None,
+            "device": None if self.device == "auto" else self.device,
+        }
+        launch = ["contrastile"] if self.world is None else self.world.launch
+        return shlex.join([*launch, "verify", *words(given)])
 
-    def checks(self) -> Iterator[Check]:
+    def __iter__(self) -> Iterator[Check]:
         """All checks, in a fixed order; of cases, truths and trials the latest alone is held."""
         every_case, own_case = [p for p in self.chosen() if p.case is None], [p for p in self.chosen() if p.case]
         if not (every_case and self.case_names()) and not any(map(self.own_cases, own_case)):
@@ -176,18 +179,13 @@ class Selection:
 
 def _of_a_trial(each: Property, trial: Callable[[], Trial]) -> Comparisons:
     given = trial()
-    yield from _held(each, given.subject, given.small, given)
+    with one_thread(given.subject.backend.arrays, given.small):
+        yield from each.check(given)
 
 
 def _of_a_subject(each: Property, subject: Subject, case: str) -> Comparisons:
-    yield from _held(each, subject, True, subject, case)
-
-
-def _held(each: Property, subject: Subject, small: bool, *given: object) -> Comparisons:
-    if subject.world is not None:
-        subject.world.begin()
-    with one_thread(subject.backend.arrays, small):
-        yield from each.check(*given)
+    with one_thread(subject.backend.arrays, True):
+        yield from each.check(subject, case)
 
 
 def _refusal(subject: Subject) -> str | None:

@@ -24,9 +24,10 @@ import pytest
 
 import contrastile
 from contrastile.reporting import CannotRunError, ProgressCallback, ending
-from contrastile.verify import options, plugin
+from contrastile.verify import plugin
 from contrastile.verify.comparison import wrong
-from contrastile.verify.runner import Failure, Row
+from contrastile.verify.options import OPTIONS
+from contrastile.verify.runner import Failure, Row, words
 
 MAX_LOST = 3
 """Workers that a backend may end before it is excluded."""
@@ -70,7 +71,7 @@ class Session:
         # nobody's settings but these
         command += ["-c", os.devnull, "--rootdir", str(Path(contrastile.__file__).parent), "--noconftest"]
         command += [word for name in _LEFT_OUT for word in ("-p", f"no:{name}")]
-        command += ["-x"] * fail_fast + options.words(self.given)
+        command += ["-x"] * fail_fast + words({name: getattr(self.given, name) for name in OPTIONS})
         with TemporaryDirectory() as folder, _environment(self.jobs):
             self._folder = Path(folder)
             code = pytest.main(command, [self])
@@ -138,8 +139,12 @@ class Session:
         return f"took longer than {seconds:g} s (--deadline)" if late else ending(code)
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """End every worker, and what it has started."""
+        """The run was stopped, or has stopped itself."""
         self.interrupted = excinfo.type is KeyboardInterrupt
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self) -> None:
+        """End every worker, and what it has started: nothing waits until it has unloaded its libraries."""
         for process in self._processes.values():
             _kill(process)
 

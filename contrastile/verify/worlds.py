@@ -40,9 +40,6 @@ class World:
     leads: bool
     can_be_late: bool
 
-    def begin(self) -> None:
-        """Another test begins: no message of the last one may meet one of its own."""
-
     def run(self, program: Callable[[Communicator], T], *, late: bool = False) -> list[T]:
         """What the program returns on each rank.
 

@@ -135,10 +135,10 @@ class Host(SimpleNamespace):
 @contextmanager
 def hosted() -> Iterator[Host]:
     names = ("record", "launch", "products", "instances", *LAUNCHING)
-    with cupy_modules(*names) as modules, pytest.MonkeyPatch.context() as patch:
+    with cupy_modules(*names) as modules, pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         host = Host(**dict(zip(names, modules, strict=True)), calls=[])
 
-        def launch(instance: Any, blocks: int, threads: int, *parameters: Any, shared: int | str = 0) -> None:
+        def launch(instance: Any, blocks: int, threads: int, *parameters: Any, shared: int = 0) -> None:
             assert instance in host.instances.every(90), f"{instance} is not in the table"
             assert blocks > 0
             for each in parameters:

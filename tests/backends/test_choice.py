@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from cupy_hosted import hosted
 import contrastile
 from contrastile import plan
 from contrastile.backends import choice, registry
-from contrastile.backends.choice import FORMS, RANKS, SIGMOID, SOFTMAX, SYMMETRIC, TABLE, choose
+from contrastile.backends.choice import TABLE, choose
 from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError, Options
 from contrastile.comm.communicator import MismatchError
 from contrastile.comm.inprocess import InProcess, InProcessGroup
@@ -55,16 +54,15 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_the_fastest_that_can_be_used_is_taken(machine: Machine) -> None:
     for capability in (0, 80, 100, 90):
         machine(capability, "triton", "cupy")
-        assert {choose("torch", "cuda", "float32", precision, RANKS) for precision in ("auto", "split")} == {"triton"}
-        found = {form: choose("torch", "cuda:0", "bfloat16", form=form) for form in FORMS}
-        by_cupy = "cupy" if capability == 90 else "triton"
-        assert found == {SOFTMAX: by_cupy, SYMMETRIC: by_cupy, SIGMOID: by_cupy, RANKS: "triton"}
+        assert {choose("torch", "cuda", "float32", precision, True) for precision in ("auto", "split")} == {"triton"}
+        found = [choose("torch", "cuda:0", "bfloat16", group=group) for group in (False, True)]
+        assert found == ["cupy" if capability == 90 else "triton", "triton"]
     assert choose("torch", "cuda", "float32", "ieee") == "cupy"
     # the precision says nothing to other dtypes
-    assert choose("torch", "cuda", "bfloat16", "ieee", RANKS) == "triton"
+    assert choose("torch", "cuda", "bfloat16", "ieee", True) == "triton"
     # without tensor cores torch is faster than triton
     machine(90, "triton")
-    assert {choose("torch", "cuda", "float32", "ieee", form) for form in FORMS} == {"torch"}
+    assert {choose("torch", "cuda", "float32", "ieee", group) for group in (False, True)} == {"torch"}
 
 
 def test_what_cannot_be_used_is_passed_over_and_the_reason_is_told_once(
@@ -83,8 +81,7 @@ def test_what_cannot_be_used_is_passed_over_and_the_reason_is_told_once(
 
 def test_the_table_has_a_row_for_every_call_and_says_what_was_measured() -> None:
     wanted = [*DTYPES, *(f"float32/{precision}" for precision in PRECISIONS)]
-    for form, dtype in product(FORMS, wanted):
-        assert any(form in row.forms and dtype in row.dtypes and row.capability is None for row in TABLE)
+    assert all(any(dtype in row.dtypes and row.capability is row.group is None for row in TABLE) for dtype in wanted)
     for row in TABLE:
         assert "torch" in row.order
         assert set(row.order) <= set(registry.BUILT_IN)
@@ -193,7 +190,7 @@ def test_ranks_that_would_take_different_backends_hear_of_it(monkeypatch: pytest
         said.append(str(error.value))
 
     # each rank asks once
-    monkeypatch.setattr(handshake, "choose", lambda *call: next(names) if call[-1] == RANKS else "")
+    monkeypatch.setattr(handshake, "choose", lambda *call: next(names) if call[-1] is True else "")
     InProcessGroup[None](2).run(program)
     assert len(said) == 2
     assert len(set(said)) == 1

@@ -5,6 +5,8 @@ What the kernels then compute is held to the oracle on a GPU.
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from cupy_hosted import KINDS, block, hosted, sums, weights
@@ -12,7 +14,8 @@ from cupy_hosted import KINDS, block, hosted, sums, weights
 pytest.importorskip("ml_dtypes")
 
 from contrastile.backends.contract import Options
-from contrastile.backends.cupy.configs import Shares, kept_rows, kept_stride
+from contrastile.backends.cupy.configs import AMPERE, HOPPER, Shares, kept_rows, kept_stride
+from contrastile.backends.passes import backward_chunk, forward_chunk
 
 # the second has kernels of its own where rows are alone
 SHAPE, NARROW = (33, 47, 40), (300, 300, 100)
@@ -50,6 +53,28 @@ def test_only_what_is_in_the_table_is_launched(
                     backend.sigmoid(given, w.rows.weight, *sums(host, given), options)
             families.update(name for name in host.names() if name.startswith("forward"))
         assert families == ({"forward_sm80"} if dtype == "float32" else {"forward_sm80", "forward_sm90"})
+
+
+LARGE = ((4_194_304, 4_194_304), (65536, 1000), (1000, 65536), (1, 10**7), (10**7, 1), (40001, 40003))
+
+
+def test_chunks_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONTRASTILE_WORKSPACE_MIB", "256")
+    for (m, n), size, step in product(LARGE, (2, 4), (128, 256)):
+        height, width = backward_chunk(m, n, size, step, Options())
+        assert 1 <= height <= m
+        assert 1 <= width <= n
+        padded = -(-width // (16 // size)) * (16 // size)
+        assert size * height * padded <= 256 * 2**20
+        assert backward_chunk(m, n, size, step, Options(tile=(3, 5))) == (min(m, 3), min(n, 5))
+
+
+def test_partial_results_of_the_forward_pass_stay_bounded() -> None:
+    for (m, n), numbers, family in product(LARGE, (1, 2, 6), (HOPPER, AMPERE)):
+        height, width = forward_chunk(m, n, family.shape, Options(), numbers, family.cluster)
+        across, down = -(-width // family.bn), -(-height // family.bm)
+        # a chunk one tile wide has one partial a row, whatever its height
+        assert numbers * (across * height + down * width) <= 16 * 2**20 * 1.1 + numbers * (height + width)
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 7, 132])

@@ -21,7 +21,7 @@ from contrastile.backends.contract import (
     Weights,
 )
 from contrastile.backends.numpy import backend as numpy_backend
-from contrastile.backends.triton import backend, backward_pass, configs
+from contrastile.backends.triton import backend, backward_pass
 from contrastile.backends.triton import tiles as words
 from contrastile.backends.triton.forward_pass import _ForwardPass as Forward
 from contrastile.schedules.problem import Problem
@@ -74,18 +74,6 @@ def test_refusals_give_their_reason() -> None:
         backend.check(block(dtype=torch.float64))
     with pytest.raises(UnsupportedProblemError, match="at least one column"):
         backend.check(replace(block(), rows=torch.ones(3, 0), columns=torch.ones(4, 0)))
-
-
-def test_chunks_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CONTRASTILE_WORKSPACE_MIB", "256")
-    config = configs.tile_config("gradient", "bfloat16", 90, 512)
-    for m, n in ((4_194_304, 4_194_304), (65536, 1000), (1000, 65536), (1, 10**7), (10**7, 1)):
-        height, width = configs.backward_chunk(m, n, 2, config, Options())
-        assert 1 <= height <= m
-        assert 1 <= width <= n
-        # a descriptor pads a row to 16 bytes
-        assert 2 * height * (-(-width // 8) * 8) <= 256 * 2**20 or width < 8
-        assert configs.backward_chunk(m, n, 2, config, Options(tile=(3, 5))) == (min(m, 3), min(n, 5))
 
 
 def weights_of(given: Block) -> Weights:

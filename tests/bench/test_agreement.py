@@ -9,17 +9,10 @@ from contrastile.bench import agreement, peers, plain
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch", "plain"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 def test_every_implementation_agrees(name: str, dtype: str) -> None:
-    found = agreement.check(peers.named(name), dtype, "cpu", 100.0, rows=131)
-    assert found.agrees, found
-
-
-@pytest.mark.parametrize("name", ["torch", "plain"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_agrees(name: str, dtype: str) -> None:
     found = agreement.check(peers.named(name), dtype, "cpu", 14.3, rows=131)
-    assert found.agrees, found
+    assert found.agrees or (name, dtype) == ("numpy", "bfloat16"), found
 
 
 def off_by(change: Callable[[Any], Any], which: int) -> peers.Implementation:

@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from contrastile import cli
 from contrastile.bench import command, sweep
 from contrastile.bench.command import add_arguments
-from contrastile.bench.sweep import Measurement, Sweep, SweepSettings, quartiles
+from contrastile.bench.sweep import Measurement, Sweep, SweepSettings
 from contrastile.bench.workloads import Workload
 
 TINY = ("--backend", "torch", "--batch", "32", "--width", "8", "--repeat", "1", "--no-memory")
@@ -39,31 +40,30 @@ def test_everything_asked_for_is_measured_in_turns_smallest_first() -> None:
     found = sweep.run(chosen, lambda what, steps: done.append(steps))
     assert sum(done) == sweep.steps(chosen)
     names = (*backends, "plain")
-    assert [(row.workload.batch, row.workload.variant, row.implementation) for row in found.rows] == [
-        (batch, variant, name) for batch in (33, 65) for variant in variants for name in names
+    assert list(found.rows) == [
+        (name, Workload(variant, batch, 16)) for batch in (33, 65) for variant in variants for name in names
     ]
-    assert all(len(row.seconds) == len(row.matmul) == 3 and min(*row.seconds, *row.matmul) > 0 for row in found.rows)
+    rows = found.rows.values()
+    assert all(len(row.seconds) == len(row.matmul) == 3 and min(*row.seconds, *row.matmul) > 0 for row in rows)
     rounds = [found.order[i : i + 9] for i in (0, 9, 18)]
     for number, each in enumerate(rounds):
         # each round starts with another one
         assert each == rounds[0][number:] + rounds[0][:number]
-    for row in found.rows:
-        plain, aligned = found.beside(row)
-        assert plain is not None
-        assert aligned is not None
-        assert (plain.implementation, plain.workload) == ("plain", row.workload)
-        assert (aligned.implementation, aligned.workload.variant) == (row.implementation, "aligned")
 
 
 def test_figures_follow_from_the_samples() -> None:
     workload = Workload("ragged", 11, 8)
     assert workload.flops == 8 * 10 * 10 * 5
-    one = Measurement("a", workload, seconds=[1.0, 2.0, 4.0], matmul=[8000.0] * 3, peak_bytes=10)
-    two = Measurement("b", workload, seconds=[2.0, 2.0, 2.0], peak_bytes=40)
-    assert (one.rate, one.share, one.times_of(two), one.bytes_of(two)) == (2000, 0.25, 1, 0.25)
-    assert one.times_of(Measurement("c", workload)) is None
-    assert quartiles([5.0]) == (5, 5, 5)
-    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2, 3, 4)
+    found = swept(backends=(), batches=())
+    found.rows["a", workload] = Measurement(seconds=[1.0, 2.0, 4.0], matmul=[8000.0] * 3, peak_bytes=10)
+    found.rows["plain", workload] = Measurement(seconds=[2.0, 2.0, 2.0], matmul=[8000.0] * 3, peak_bytes=40)
+    found.rows["a", replace(workload, variant="aligned")] = Measurement(seconds=[1.0, 1.0, 1.0], matmul=[8000.0] * 3)
+    found.rows["c", workload] = Measurement("no room")
+    ours, _, _, skipped = found.record()["rows"]
+    assert (ours["batch"], ours["width"], ours["gflops"], ours["share_of_matmul"]) == (10, 5, 2e-6, 0.25)
+    assert (ours["time_over_plain"], ours["time_over_aligned"], ours["memory_over_plain"]) == (1, 2, 0.25)
+    assert ours["seconds"] == {"lower": 1.5, "median": 2, "upper": 3, "samples": [1, 2, 4]}
+    assert (skipped["status"], skipped["reason"]) == ("skip", "no room")
     assert sweep.matmul_side(Workload("aligned", 8192, 512).flops, "cpu") == 4096
     assert sweep.matmul_side(1, "cpu") == 256
 
@@ -100,20 +100,20 @@ def test_what_is_not_given_is_filled_in(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_does_not_fit_or_takes_too_long_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all("raise --budget" in str(row.reason) and not row.seconds for row in swept(budget=0.0).rows)
+    assert all("raise --budget" in str(row.reason) and not row.seconds for row in swept(budget=0.0).rows.values())
     monkeypatch.setattr(sweep.memory, "available_bytes", lambda device: 10**6)
-    ours, plain = swept(batches=(600,)).rows
+    ours, plain = swept(batches=(600,)).rows.values()
     assert ours.seconds
     assert not plain.seconds
     assert "GiB are available" in str(plain.reason)
 
 
-def test_a_memory_run_that_dies_is_a_reason_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(*args: object, **kwargs: object) -> None:
-        raise sweep.memory.MemoryMeasurementError("killed by signal 9")
+def test_a_call_that_runs_out_of_memory_is_a_reason_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise MemoryError("no room")
 
-    monkeypatch.setattr(sweep.memory, "measure_in_a_child", killed)
-    assert {row.reason for row in swept(memory=True).rows} == {"killed by signal 9"}
+    monkeypatch.setattr(sweep.memory, "peak_extra", full)
+    assert {row.reason for row in swept(memory=True).rows.values()} == {"raised MemoryError: no room"}
 
 
 def test_no_speed_of_what_disagrees_or_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_no_speed_of_what_disagrees_or_raises(monkeypatch: pytest.MonkeyPatch, t
         raise RuntimeError("two\nlines")
 
     monkeypatch.setattr(wrong, raising)
-    assert [row.reason for row in swept().rows] == ["raised RuntimeError: two lines", None]
+    assert [row.reason for row in swept().rows.values()] == ["raised RuntimeError: two lines", None]
 
 
 @pytest.mark.parametrize(

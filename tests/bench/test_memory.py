@@ -7,9 +7,6 @@ import torch
 
 from contrastile.backends.replay import SETTING
 from contrastile.bench import memory
-from contrastile.bench.memory import MemoryMeasurementError, measure_in_a_child
-from contrastile.bench.peers import plain
-from contrastile.bench.workloads import Workload, arguments, features
 
 MIB = 2**20
 
@@ -69,21 +66,6 @@ def test_numpy_buffers_are_counted_and_little_else() -> None:
     # the sum and the array it reads live together: 4 MiB; the objects around the buffers are a few hundred bytes
     peak = memory.peak_extra(call, "numpy", "cpu")
     assert 4 * MIB <= peak < 4 * MIB + mmap.PAGESIZE
-
-
-def in_a_child(implementation: str) -> int:
-    how = {"dtype": "float32", "device": "cpu", "scale": 100.0, "threads": 1}
-    return measure_in_a_child(300, implementation=implementation, workload=("ids", 129, 8), **how)
-
-
-def test_a_process_of_its_own_counts_the_same_bytes() -> None:
-    step = plain().step(arguments(features(Workload("ids", 129, 8)), "torch", "float32", "cpu", 100.0))
-    assert in_a_child("plain") == memory.torch_peak(step)
-
-
-def test_a_process_that_fails_says_why() -> None:
-    with pytest.raises(MemoryMeasurementError, match="'nobody'"):
-        in_a_child("nobody")
 
 
 def test_a_step_that_could_be_replayed_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:

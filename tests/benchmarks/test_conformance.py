@@ -41,10 +41,9 @@ def test_the_record_is_of_the_adapters_the_reproducers_and_the_pinned_versions()
             assert not any(cell["status"] == "untested" for cell in row["cells"].values()), row["name"]
         else:
             assert (peer.needs, row["reason"]) == (adapters.KERNEL, "not run: needs a GPU")
-    facts = [conformance.Fact.read(path) for path in sorted(conformance.FACTS.glob("*.py"))]
-    stated_facts = [(x.path.stem, x.says, x.package, x.case, n) for x in facts for n in x.ranks]
     names = ("fact", "says", "package", "case", "ranks")
-    assert [tuple(row[name] for name in names) for row in record["facts"]] == stated_facts
+    facts = [row for path in sorted(conformance.FACTS.glob("*.py")) for row in conformance.stated(path)]
+    assert [[row[name] for name in names] for row in record["facts"]] == [[x[name] for name in names] for x in facts]
     assert all(row["status"] == "reproduced" and row["version"] == PINS[row["package"]] for row in record["facts"])
 
 
@@ -59,7 +58,7 @@ def test_a_fact_that_a_version_no_longer_shows_is_told_from_one_that_fails(tmp_p
     for status, program in programs.items():
         path = tmp_path / "fact.py"
         path.write_text(about.format("not-a-package" if status == "skip" else "numpy") + program)
-        (row,) = conformance.Fact.read(path).rows()
+        (row,) = conformance.shown(path)
         assert row["status"] == status
         assert status != "fail" or "no room" in row["reason"]
 

@@ -121,12 +121,11 @@ def test_a_sample_is_paired_with_the_ceiling_before_and_after_it(monkeypatch: py
     order, readings = list[str](), iter(range(100, 0, -1))
     calls = {name: lambda name=name: order.append(name) for name in ("one", "two")}
     monkeypatch.setattr(harness, "elapsed", lambda ranks, call, count: (call(), 1.0)[1])
-    found, reasons = paired(ALONE, calls, lambda: float(next(readings)), 0.5, 2, 2.0)
-    assert not reasons
+    found = paired(ALONE, calls, lambda: float(next(readings)), 0.5, 2, 2.0)
     # two calls of each to begin with; each round begins with another one
     assert order == ["one", "one", "two", "two", "one", "two", "two", "one"]
-    assert found["one"].ceiling == [99.5, 96.5]
-    assert found["two"].ceiling == [98.5, 97.5]
+    assert found["one"]["ceiling_tflops"] == [99.5, 96.5]
+    assert found["two"]["ceiling_tflops"] == [98.5, 97.5]
 
 
 def test_what_raises_or_is_too_slow_is_left_out_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +133,6 @@ def test_what_raises_or_is_too_slow_is_left_out_and_says_why(monkeypatch: pytest
         raise RuntimeError("no kernel image")
 
     monkeypatch.setattr(harness, "elapsed", lambda ranks, call, count: 2.0)
-    found, reasons = paired(ALONE, {"broken": broken, "slow": lambda: None}, lambda: 1.0, 0.1, 1, 1.0)
-    assert reasons["broken"] == "RuntimeError: no kernel image"
-    assert "one call takes 2 s" in reasons["slow"]
-    assert not found
+    found = paired(ALONE, {"broken": broken, "slow": lambda: None}, lambda: 1.0, 0.1, 1, 1.0)
+    assert found["broken"] == {"status": "skip", "reason": "RuntimeError: no kernel image"}
+    assert "one call takes 2 s" in found["slow"]["reason"]

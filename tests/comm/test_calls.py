@@ -21,7 +21,7 @@ from contrastile.comm.calls import Calls, Conflict, Label
 from contrastile.comm.communicator import ExchangeError, Parts
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.comm.mpi import MPIChannel
-from contrastile.comm.point_to_point import FRAMES, NUMBERS, PACKED, PointToPoint
+from contrastile.comm.point_to_point import FRAMES, NUMBERS, PointToPoint
 from contrastile.comm.watchdog import AbortNotice, PeerTimeout, until
 
 EXCHANGES = ("ring", "gather")
@@ -53,6 +53,23 @@ def test_ranks_that_want_other_gradients_say_so(exchange: str) -> None:
     assert len(set(found)) == 1
     assert found[0].startswith("ranks 0, 2 are at the backward of call 1 (clip_loss) for the gradients of scale, rows")
     assert "rank 1 is at the backward of call 1 (clip_loss) for the gradients of rows;" in found[0]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_backwards_in_another_order_are_found_before_a_message_of_theirs(exchange: str) -> None:
+    def program(comm: InProcess) -> str:
+        draw = np.random.default_rng(comm.rank)
+        pair = [torch.tensor(x, requires_grad=True) for x in draw.standard_normal((2, 4 + comm.rank, 5))]
+        losses = [contrastile.clip_loss(*pair, 2.0, group=comm, exchange=exchange) for _ in range(2)]
+        try:
+            for loss in reversed(losses) if comm.rank == FAULTY else losses:
+                loss.backward()
+        except ExchangeError as error:
+            return str(error)
+        return "nothing"
+
+    where = "ranks 0, 2 are at the backward of call 1 (clip_loss), rank 1 is at the backward of call 2 (clip_loss)"
+    assert InProcessGroup[str](3).run(program) == [f"{where}{AGAIN}"] * 3
 
 
 def test_calls_and_phases_that_are_the_same_conflict_in_what_was_posted() -> None:
@@ -134,33 +151,11 @@ def test_no_message_has_the_number_of_frames() -> None:
         assert frames == {FRAMES}
 
 
-def sent(comm: PointToPoint, sizes: tuple[int, int], label: Label) -> list[int]:
-    """What comes of a message of so many bytes from each rank, of which rank 0 expects as many as it sends."""
-    comm.calls.label = label
-    incoming = np.zeros(sizes[0], np.uint8)
-    comm.shift([np.full(sizes[comm.rank], 7, np.uint8)], [incoming]).wait()
-    return incoming.tolist()
-
-
-# packed with its header, and apart from it
-@pytest.mark.parametrize("size", [5, PACKED + 5])
-def test_a_message_of_another_call_is_not_taken(size: int) -> None:
-    labels = Label(3, "backward", "clip_loss"), Label(4, "forward", "clip_loss")
-    found = pair(lambda comm: sent(comm, (size, size), labels[comm.rank]))
-    assert found == [
-        f"rank 1 sent message 1 of the forward of call 4, {size} bytes, where message 1 of the backward of call 3 "
-        f"(clip_loss), {size} bytes, was to come",
-        f"rank 0 sent message 1 of the backward of call 3, {size} bytes, where message 1 of the forward of call 4 "
-        f"(clip_loss), {size} bytes, was to come",
-    ]
-    assert pair(lambda comm: sent(comm, (size, size), labels[0])) == [[7] * size] * 2
-
-
 def test_a_broken_group_carries_nothing_more() -> None:
     def program(comm: PointToPoint) -> str:
         with pytest.raises(ExchangeError):
-            sent(comm, (5, 5), Label(1 + comm.rank))
-        with pytest.raises(ExchangeError, match=r"can carry nothing more: rank \d sent message 1 of the forward"):
+            comm.agree(np.zeros(1, np.int64), Label(1 + comm.rank))
+        with pytest.raises(ExchangeError, match=r"can carry nothing more: rank 0 is at the forward of call 1, rank 1"):
             comm.agree(np.zeros(1, np.int64))
         return "as it should"
 

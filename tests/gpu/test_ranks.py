@@ -64,21 +64,9 @@ def test_steps_replay_from_graphs_with_the_bits_of_eager_ones() -> None:
     assert "pass" in output
 
 
-def test_both_ways_to_nccl_carry_every_dtype_from_a_gpu_to_itself() -> None:
+def test_nccl_carries_every_dtype_from_a_gpu_to_itself() -> None:
     command = [sys.executable, str(PROGRAMS / "exchange.py"), "alone"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "done" in done.stdout
     assert "right" in done.stdout
-
-
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("exchange", ["ring", "gather", "replicate"])
-def test_scales_that_differ_give_nan_and_then_one_error_on_both_ranks(exchange: str) -> None:
-    program = PROGRAMS.parent.parent / "comm" / "programs" / "mistakes.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(program), "torch", "another scale", exchange, "1", "cuda"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    output = done.stdout + done.stderr
-    assert "WrongError" not in output, output
-    assert "2 right, then MismatchError: scale must be the same on every rank, got 14.25 on rank 0" in output, output

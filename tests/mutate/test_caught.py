@@ -21,16 +21,14 @@ from typing import Any
 import pytest
 
 from contrastile.backends.registry import load
-from contrastile.mutate.registry import EXCHANGE, FACE, PACKAGE, Mutant, Patch, every
-from contrastile.mutate.run import Target
+from contrastile.mutate.registry import PACKAGE, Mutant, every
+from contrastile.mutate.run import missing, world
 from contrastile.verify.command import add_arguments
 from contrastile.verify.runner import Row, Run
 from contrastile.verify.selection import Selection
 from contrastile.verify.worlds import Threads
 
-WRAPPED = "contrastile.mutate.wrappers"
 RECORD = Path(__file__).resolve().parents[2] / "docs" / "results" / "mutants.json"
-COMPONENTS = ("contract", *FACE, "schedule", EXCHANGE, "numpy", "torch")
 OF_A_PROCESS = ("hangs", "exits-with-0", "leaves-with-0", "dies-by-a-signal", "prints", "all-but-32-rows-refused")
 """Caught by the process that started theirs, or by the verdict on all rows."""
 OF_THE_PROCESS = "autograd, settings"
@@ -38,7 +36,7 @@ OF_THE_PROCESS = "autograd, settings"
 MUTANTS = [
     each
     for each in every()
-    if each.component in COMPONENTS and each.equivalent is None and each.defect not in OF_A_PROCESS
+    if each.component not in ("triton", "cupy") and each.equivalent is None and each.defect not in OF_A_PROCESS
     if OF_THE_PROCESS not in " ".join(each.checks)
 ]
 CAUGHT_BY = {each["name"]: each for each in json.loads(RECORD.read_text(encoding="utf-8"))["mutants"]}
@@ -55,17 +53,10 @@ def precision_put_back() -> Iterator[None]:
         torch.set_float32_matmul_precision("highest")
 
 
-def base(mutant: Mutant) -> str:
-    missing = Target().missing(mutant)
-    if missing is not None:
-        pytest.skip(missing)
-    return Target().base(mutant)
-
-
-def plant(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+def plant(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every function of the patched file its code in the patched source."""
-    name = ".".join([PACKAGE.name, *Path(patch.file).with_suffix("").parts]).removesuffix(".__init__")
-    for function, code in functions(compile(patch.applied(), patch.file, "exec"), import_module(name)):
+    name = ".".join([PACKAGE.name, *Path(mutant.file).with_suffix("").parts]).removesuffix(".__init__")
+    for function, code in functions(compile(mutant.applied(), mutant.file, "exec"), import_module(name)):
         monkeypatch.setattr(function, "__code__", code)
 
 
@@ -88,33 +79,32 @@ def bare(found: Any, name: str) -> Any:
     return found
 
 
-def recorded(backend: str, mutant: Mutant) -> Iterator[Row]:
+def recorded(mutant: Mutant) -> Iterator[Row]:
     """What verify says in the check that caught a mutant."""
     case, prop, dtype = (CAUGHT_BY[mutant.name][key] for key in ("case", "property", "dtype"))
     dtype, _, precision = dtype.partition("/")
-    return checked(backend, mutant, cases=[case], properties=[prop], dtypes=[dtype], precisions=[precision or "ieee"])
+    return checked(mutant, cases=[case], properties=[prop], dtypes=[dtype], precisions=[precision or "ieee"])
 
 
-def checked(backend: str, mutant: Mutant, **chosen: Any) -> Iterator[Row]:
+def checked(mutant: Mutant, **chosen: Any) -> Iterator[Row]:
     """What verify says, in the world of a mutant's component; by the mutant's own checks where none are chosen."""
+    reason = missing(mutant, "cpu")
+    if reason is not None:
+        pytest.skip(reason)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    own = parser.parse_args([*Target().world(mutant), *mutant.checks])
+    own = parser.parse_args([*world(mutant), *mutant.checks])
     chosen = chosen or {"cases": own.case, "properties": own.property, "dtypes": own.dtype or ["float32"]}
-    world = None if own.world is None else Threads(int(own.world))
-    return Run(Selection({backend: load(backend)}, world=world, device="cpu", **chosen)).rows()
+    ranks = None if own.world is None else Threads(int(own.world))
+    return Run(Selection({mutant.backend: load(mutant.backend)}, world=ranks, device="cpu", **chosen)).rows()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = base(mutant)
-    if mutant.patch is not None:
-        plant(mutant.patch, monkeypatch)
-    else:
-        backend = f"{WRAPPED}:{mutant.defect}@{backend}"
+    plant(mutant, monkeypatch)
     # the record may be older than the mutant, or than the check
-    first = recorded(backend, mutant) if mutant.name in CAUGHT_BY and not mutant.checks else ()
-    for row in chain(first, checked(backend, mutant)):
+    first = recorded(mutant) if mutant.name in CAUGHT_BY and not mutant.checks else ()
+    for row in chain(first, checked(mutant)):
         # a patch that no longer fits the code around it fails by itself
         assert not re.search("raised (Type|Attribute|Name)Error", row["reason"]), row
         if row["status"] == "fail":
@@ -131,7 +121,7 @@ CHECKS = {
 
 @pytest.mark.parametrize("mutant", CHECKS.values(), ids=map(" ".join, CHECKS))
 def test_the_correct_code_passes_what_caught_a_mutant(mutant: Mutant) -> None:
-    assert [row["status"] for row in recorded(base(mutant), mutant)] == ["pass"]
+    assert [row["status"] for row in recorded(mutant)] == ["pass"]
 
 
 NAMED = {each.checks: each for each in MUTANTS if each.checks}
@@ -139,14 +129,13 @@ NAMED = {each.checks: each for each in MUTANTS if each.checks}
 
 @pytest.mark.parametrize("mutant", NAMED.values(), ids=map(" ".join, NAMED))
 def test_the_correct_code_passes_what_a_mutant_names(mutant: Mutant) -> None:
-    rows = list(checked(base(mutant), mutant))
+    rows = list(checked(mutant))
     assert rows
     assert not [row for row in rows if row["status"] != "pass"]
 
 
 def test_a_change_of_nothing_is_not_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    harmless = Mutant("numpy:harmless", "", Patch("backends/numpy/__init__.py", "in a fixed order", "in one order"))
-    assert harmless.patch is not None
-    plant(harmless.patch, monkeypatch)
-    rows = checked("numpy", harmless, cases=["ragged"], dtypes=["float32"])
+    harmless = Mutant("numpy:harmless", "", "backends/numpy/__init__.py", "in a fixed order", "in one order")
+    plant(harmless, monkeypatch)
+    rows = checked(harmless, cases=["ragged"], dtypes=["float32"])
     assert {row["status"] for row in rows} <= {"pass", "skip"}

@@ -1,8 +1,7 @@
-"""DisCo Eq. 1-7 and Alg. 1: against the general loss and autograd, over uneven shards."""
+"""DisCo Eq. 1-7 and Alg. 1 against the two terms of the whole batch, over uneven shards."""
 
 import numpy as np
 import pytest
-import torch
 from balls import Ball, agrees, contrastive
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,17 +77,8 @@ def test_algorithm_1_gives_the_parameters_the_gradient_of_the_global_loss(proble
     assert agrees(np.concatenate(step.text_gradients), dT * N)
 
     dTheta = [LINEAR.vjp(Theta, shard, 0, u) for shard, u in zip(x, step.image_gradients, strict=True)]
-    weights = torch.tensor(Theta, requires_grad=True)
-    scale = torch.tensor(t, dtype=torch.float64, requires_grad=True)
-    logits = scale * (torch.tensor(np.concatenate(x)) @ weights) @ torch.tensor(np.concatenate(T)).T
-    labels = torch.arange(B)
-    cross_entropy = torch.nn.functional.cross_entropy
-    ((cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2).backward()
-    expected = Ball(np.concatenate(x)).T @ (dI * N) / N
-    assert agrees(collectives.data_parallel_mean(dTheta), expected)
-    assert agrees(weights.grad.numpy(), expected)
+    assert agrees(collectives.data_parallel_mean(dTheta), Ball(np.concatenate(x)).T @ (dI * N) / N)
     assert agrees(collectives.data_parallel_mean([np.asarray(g) for g in step.t_gradients]), dt)
-    assert agrees(scale.grad.item(), dt)
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 3), (3, 0, 5), (1, 1, 1, 1), (2, 0, 0, 7, 1)])

@@ -38,12 +38,6 @@ class Regression:
         N_B = len(self.x)
         return tuple((x * float(N_B) / N_B * 1.0).sum(axis=0) / N_B for x in (L, dL))
 
-    def torch(self):
-        w = torch.tensor(self.w, requires_grad=True)
-        loss = 0.5 * ((torch.tanh(torch.tensor(self.x) @ w) - torch.tensor(self.y)) ** 2).mean()
-        loss.backward()
-        return loss.item(), w.grad.numpy()
-
 
 @given(SIZES)
 def test_equations_1_to_3_and_6_state_a_partition(sizes):
@@ -64,11 +58,6 @@ def test_equations_4_to_17_all_give_the_mini_batch(sizes):
     problem = Regression(sizes[0])
     micro, (L, dL), (loss, grad) = mbs.split(*sizes), problem.samples(), problem.ball()
     n = [len(micro_j) for micro_j in micro]
-    truth = problem.torch()
-    assert agrees(truth[0], loss)
-    assert agrees(truth[1], grad)
-    assert agrees(math.fsum(L) / sizes[0], loss)
-
     for value in (mbs.mini_batch_loss(L), mbs.mean_loss(L, micro), mbs.summed_loss(L, micro) / sizes[0]):
         assert agrees(value, loss)
     dL_mu = np.stack([mbs.mini_batch_gradient(dL[micro_j]) for micro_j in micro])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from oracle_problems import RAGGED, Problem, problems
-from second_opinions import pair_kind
+from second_opinions import pair_kinds
 
 from contrastile.oracle.pairs import Pairs, column_target_weights, target_weights
 
@@ -14,8 +14,7 @@ from contrastile.oracle.pairs import Pairs, column_target_weights, target_weight
 @given(p=problems())
 def test_masks_follow_the_definition(p: Problem) -> None:
     m, n = p.x.shape
-    by_words = np.array([[pair_kind(p.pairs, i, j) for j in range(n)] for i in range(m)], dtype=np.bool_)
-    by_words = by_words.reshape(m, n, 2)
+    by_words = pair_kinds(p.pairs, m, n)
     np.testing.assert_array_equal(p.pairs.positive(m, n), by_words[..., 0])
     np.testing.assert_array_equal(p.pairs.admitted(m, n), by_words[..., 1])
     assert not (p.P & ~p.A).any()

@@ -154,7 +154,7 @@ def test_a_gather_sends_few_messages(n: int) -> None:
     for count, _ in outcome(n, "ragged"):
         assert count == {
             # the columns, once
-            "all_gather 2": 1,
+            "exchange 2": 1,
             # the loss, what each rank's rows give every column, and the weights and targets of its own
             "exchange number 2 2 2 1 1": 1,
             # the columns' sums, and the scale's gradient

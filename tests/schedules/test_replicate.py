@@ -52,37 +52,6 @@ def test_a_rank_may_be_under_a_dispatch_mode() -> None:
     torch.testing.assert_close(torch.cat(InProcessGroup[Tensor](len(COUNTS)).run(program)), whole.grad)
 
 
-@pytest.mark.parametrize("name", ["features", "ids", "ids that are positives"])
-def test_arrays_may_be_one_object_on_one_rank_alone(name: str) -> None:
-    """What travels does not depend on it, and neither does the result."""
-    n = 2
-    image, text, _ = (x.detach() for x in drawn())
-    text[:5] = image[:5]
-    ids, counts = torch.arange(len(image)) // 2 * 2, [5, len(image) - 5]
-    loss = contrastile.clip_loss if name == "features" else contrastile.info_nce
-    named = {"features": (), "ids": ("row_ids", "column_ids"), "ids that are positives": ("row_ids", "positives")}[name]
-    more = {} if name != "ids that are positives" else {"column_ids": torch.arange(len(image))}
-
-    def program(comm: InProcess) -> list[Tensor]:
-        rank = comm.rank
-        rows, columns = (x.split(counts)[rank].clone() for x in (image, text))
-        rows.requires_grad_(), columns.requires_grad_()
-        own = ids.split(counts)[rank]
-        given = {x: own if rank == 0 else own.clone() for x in named}
-        given |= {x: y.split(counts)[rank] for x, y in more.items()}
-        value = loss(rows, rows if rank == 0 else columns, 1.5, **given, group=comm, exchange="replicate")
-        value.backward()
-        return [value.detach(), rows.grad]
-
-    pair = [x.clone().requires_grad_() for x in (image, text)]
-    expected = loss(*pair, 1.5, **dict.fromkeys(named, ids), **more)
-    expected.backward()
-    (_, first), (value, second) = InProcessGroup[list[Tensor]](n).run(program)
-    torch.testing.assert_close(value, expected.detach())
-    torch.testing.assert_close(second / n, pair[0].grad[5:])
-    torch.testing.assert_close(first / n, pair[0].grad[:5] + pair[1].grad[:5])
-
-
 @pytest.mark.parametrize("negatives", [[], ()])
 def test_no_negatives_are_replicated_and_the_loss_can_be_divided_in_place(negatives: Any) -> None:
     def program(comm: InProcess) -> tuple[Tensor, Tensor]:

@@ -19,11 +19,12 @@ from contrastile.verify.arithmetic import gamma
 
 @dataclass(frozen=True)
 class Step:
-    """A loss, the gradients of parameters, and bounds of theirs."""
+    """A loss, the gradients of parameters, their bounds, and the sums of magnitudes that these are made of."""
 
     loss: Tensor
     gradients: list[Tensor]
     bounds: list[Tensor]
+    sums: list[Tensor]
 
 
 def graphs_kept(
@@ -54,7 +55,8 @@ def graphs_kept(
                     total += each.abs()
     found = torch.autograd.grad(value, parameters, allow_unused=True)
     gradients = [torch.zeros_like(p) if x is None else x for x, p in zip(found, parameters, strict=True)]
-    return Step(value.detach(), gradients, [2 * gamma(units * torch.finfo(x.dtype).eps / 2) * x for x in sums])
+    bounds = [2 * gamma(units * torch.finfo(x.dtype).eps / 2) * x for x in sums]
+    return Step(value.detach(), gradients, bounds, sums)
 
 
 def taken(parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -44,13 +44,13 @@ def test_it_holds_the_verdict_what_was_not_tested_the_cells_and_the_command() ->
         "PASS",
         "in 72 s",
         "3 cases (--quick)",
-        "cupy: no cupy",
-        "mine:clip: equal ids (not claimed)",
+        "cupy (no cupy)",
+        "mine:clip: equal ids",
         "numpy on cpu: 3 passed, 0 failed",
-        "<th>python",
+        "&quot;python&quot;",
     ):
         assert said in text
-    assert text.count('<svg class="plot"') == 1 + len(AXES)
+    assert text.count("<svg") == 1
     cells = dict(re.findall(r'<td style="--h:([\d.]+)">([^<]*)</td>', text))
     # log scale: nothing at 1e-4 and below, all of 0.75 at 1
     assert cells["0.00"] == "1e-09"
@@ -61,8 +61,8 @@ def test_a_failure_is_in_its_cell_and_in_the_list() -> None:
     found = failed(case="hot")
     text = report(found.row, failures=(found,))
     assert '<td class="failed">12</td>' in text
-    assert "numpy value hot float32" in text
-    assert '<div class="verdict fail">' in text
+    assert "FAILED numpy value hot float32" in text
+    assert '<h1 class="fail">' in text
 
 
 def test_whatever_others_wrote_is_escaped_and_nothing_is_loaded() -> None:
@@ -72,31 +72,18 @@ def test_whatever_others_wrote_is_escaped_and_nothing_is_loaded() -> None:
     assert HOSTILE not in text
     assert "<script" not in text
     assert html.escape(HOSTILE) in text
-    # the namespace of SVG is a name, and no address
-    assert "://" not in text.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    # a namespace is a name, and no address
+    assert "://" not in re.sub(r'xmlns(:\w+)?="http://www.w3.org/[\w/]+"', "", text)
 
 
 @pytest.mark.parametrize("changes", [{}, {"error": 0.0}, {"bound": float("inf")}, {"plain": float("nan")}])
-def test_a_plot_draws_every_line_inside_its_frame(changes: dict[str, float]) -> None:
-    root = ElementTree.fromstring(plots.plot("float32", "d", points(**changes)))
-    lines = root.findall("{*}polyline")
-    assert [line.get("class") for line in lines] == list(plots.LINES)
-    _, _, width, height = map(float, str(root.get("viewBox")).split())
-    for line in lines:
-        places = [tuple(map(float, pair.split(","))) for pair in str(line.get("points")).split()]
-        assert len(places) == len(AXES["d"])
-        assert all(0 <= x <= width and 0 <= y <= height for x, y in places)
-    if not changes:
-        # downwards on the screen: bound, probabilistic bound, plain, error
-        first = [float(str(line.get("points")).split()[0].split(",")[1]) for line in lines]
-        assert first == sorted(set(first))
-
-
-def test_a_plot_of_nothing_says_so_and_a_figure_is_xml() -> None:
-    assert "nothing was measured" in plots.plot("<x>", "d", [])
-    assert "nothing was measured" in plots.plot("x", "d", points(**dict.fromkeys(plots.LINES, 0.0)))
-    root = ElementTree.fromstring(plots.figure([("<float32>", points()), ("float16", points())], list(AXES)))
-    assert len(root.findall(".//{*}circle")) == 2 * sum(map(len, AXES.values()))
+def test_a_figure_is_xml_that_names_and_draws_every_line(changes: dict[str, float]) -> None:
+    text = plots.figure([("float32", points(**changes)), ("float16", points())], list(AXES))
+    said = "".join(ElementTree.fromstring(text).itertext())
+    assert all(about in said for about, _ in plots.LINES.values())
+    drawn = re.findall(r"stroke: (#\w+)", text)
+    # two lines of one colour; in every plot, and in the legend
+    assert min(drawn.count(look["color"]) for _, look in plots.LINES.values()) > len(AXES)
 
 
 def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,15 +203,15 @@ def test_a_workspace_and_what_may_be_kept_reach_the_backend_and_the_command(keep
         return NUMPY.lse(block, columns, options)
 
     backend = replace(NUMPY, accuracy=accuracy, lse=lse, keeping=lse if keeps else None)
-    given = Options(workspace=3, keep=2)
-    selection = Selection({"numpy": backend}, ["one-row"], ["value"], ["float64"], workspace=3, keep=2)
+    given = Options(workspace=3, keep=0)
+    selection = Selection({"numpy": backend}, ["one-row"], ["value"], ["float64"], workspace=3, keep=0)
     assert [row["status"] for row in Run(selection).rows()] == ["pass"]
     assert asked == [given]
     # who has no use for them is not asked to take them
     assert told == [(given,) if keeps else ()]
     (subject,) = selection.subjects("float64")
-    assert "--workspace 3 --keep 2" in selection.command(subject, PROPERTIES["value"], "one-row")
-    assert subject.settings == {"precision": "ieee", "workspace": 3, "keep": 2}
+    assert "--workspace 3 --keep 0" in selection.command(subject, PROPERTIES["value"], "one-row")
+    assert subject.settings == {"precision": "ieee", "workspace": 3, "keep": 0}
 
 
 def test_a_library_whose_memory_nothing_counts_is_skipped():

@@ -29,10 +29,8 @@ def added(parts: Array, dtype: str = "float64") -> Array:
 
 
 def scale_cast(x: Array, out: Array, factor: int | None) -> None:
-    """``out = x factor`` (both (m, d)), rounded once to out's dtype; the factor lies at an address on the device."""
-    arguments = struct("ScaleCastArguments")(
-        x=matrix(x), out=matrix(out), rows=x.shape[0], columns=x.shape[1], factor=factor
-    )
+    """``out = x factor``, both contiguous, rounded once to out's dtype; the factor lies at an address on the device."""
+    arguments = struct("ScaleCastArguments")(x=pointer(x), out=pointer(out), size=x.size, factor=factor)
     blocks = min(ceil_div(x.size, 4 * THREADS), 8 * multiprocessors(x.device.id))
     launch(instance("scale_cast", "scale_cast", element(x), element(out)), blocks, THREADS, arguments)
 
@@ -48,6 +46,7 @@ class FusedArrays(CupyArrays):
         if a.size == 0 or self.dtype(a) not in ELEMENTS or self.dtype(b) != "float32":
             return super().inner(a, b)
         with on_device(a):
+            a, b = map(cupy.ascontiguousarray, (a, b))
             blocks = ceil_div(a.shape[0], LINES)
             parts = empty(blocks, dtype="float64")
             dots = struct("RowDotsArguments")(
@@ -89,6 +88,7 @@ class FusedArrays(CupyArrays):
         if x.ndim != 2 or x.size == 0 or dtype not in ELEMENTS or {self.dtype(x), self.dtype(factor)} != {"float32"}:
             return super().scaled(x, factor, dtype, consume=consume)
         with on_device(x):
+            x = cupy.ascontiguousarray(x)
             out = x if consume and self.dtype(x) == dtype else cupy.empty(x.shape, dtype=dtype)
             scale_cast(x, out, pointer(factor))
         return out

@@ -19,6 +19,7 @@ from contrastile.backends.cupy.arrays import ARRAYS, scale_cast
 from contrastile.backends.cupy.common import (
     LANES,
     LINES,
+    PLAN,
     THREADS,
     contiguous,
     element,
@@ -26,16 +27,13 @@ from contrastile.backends.cupy.common import (
     new_plan,
     plan_field,
 )
-from contrastile.backends.cupy.configs import backward_chunk, narrow_rows
+from contrastile.backends.cupy.configs import narrow_rows
 from contrastile.backends.cupy.instances import TARGET, instance
 from contrastile.backends.cupy.keeping import Factors, KeptExponentials
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, row_stride, workspace
 from contrastile.backends.cupy.products import Products
 from contrastile.backends.cupy.tiles import Tiles
-from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling, no_gradients
-
-_SCALING_BLOCKS = 1024
-"""Blocks of the kernel ``scale_gradient``, which loop over the rows."""
+from contrastile.backends.passes import Chunk, backward_chunk, ceil_div, chunks, gradient_scaling, no_gradients
 
 
 def gradients(
@@ -74,17 +72,9 @@ def finished(
 
 
 def scale_gradient(plan: Any, x: Any, divide: bool) -> None:
-    """Multiply x, (rows, columns) float32, by the plan's gradient scale, or divide it by that; in place."""
-    arguments = struct("ScaleGradientArguments")(
-        x=pointer(x),
-        rows=x.shape[0],
-        columns=x.shape[1],
-        row_stride=row_stride(x),
-        column_stride=x.strides[1] // x.itemsize,
-        plan=pointer(plan),
-        divide=divide,
-    )
-    launch(instance("scale_cast", "scale_gradient"), min(x.shape[0], _SCALING_BLOCKS), THREADS, arguments)
+    """Multiply x, float32, by the plan's gradient scale, or divide it by that; in place."""
+    start = PLAN.gradient_scale.offset
+    (cupy.divide if divide else cupy.multiply)(x, plan[start : start + 4].view("float32"), out=x)
 
 
 class _SideVectors:
@@ -141,7 +131,7 @@ class _BackwardPass:
         else:
             # where everything is kept, no chunk is left
             rest = max(1, self.m - self.start)
-            self.height, self.width = backward_chunk(rest, self.n, size, self.tiles.family, options)
+            self.height, self.width = backward_chunk(rest, self.n, size, self.tiles.family.step, options)
             self.products = Products()
         self._precheck(upstream)
 

@@ -32,8 +32,8 @@ def contiguous(x: Array | None) -> Array | None:
 
 
 def matrix(x: Array) -> Any:
-    """A matrix of any strides, as the small kernels take it."""
-    return struct("Matrix")(data=pointer(x), row_stride=row_stride(x), column_stride=x.strides[1] // x.itemsize)
+    """A matrix of unit stride along rows, as the small kernels take it."""
+    return struct("Matrix")(data=pointer(x), row_stride=row_stride(x))
 
 
 def new_plan() -> Any:

@@ -10,19 +10,13 @@ from dataclasses import dataclass, replace
 
 from contrastile.backends.contract import Footprint, Options
 from contrastile.backends.cupy.arguments import constant
+from contrastile.backends.passes import backward_chunk, ceil_div, forward_chunk
 from contrastile.backends.settings import CUPY_KERNELS, workspace_bytes
-
-_PARTIALS_MIB = 64
 
 CUBLAS_BYTES = 32 * 2**20
 """Workspace that cuBLAS is given for a pass: what NVIDIA recommends for Hopper."""
 
-_UNIT = 8192
-"""Rows or columns of a chunk of G come in multiples of this where there are more: the products that follow then fill a
-GPU's multiprocessors nearly a whole number of times, at widths of 512 and 1024 from one unit on, at 768 from two."""
-
-
-NARROW_SIDE = constant("NARROW_SIDE")
+NARROW_SIDE, _ALL_SHARED = constant("NARROW_SIDE"), constant("ALL_SHARED")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +47,23 @@ class Family:
 
     def blocks(self, height: int, width: int, multiprocessors: int) -> int:
         """Blocks of a persistent kernel over the tiles of a (height, width) matrix: no more than can be resident."""
-        units = -(-height // (self.bm * self.cluster)) * -(-width // self.bn)
+        units = ceil_div(height, self.step) * ceil_div(width, self.bn)
         return self.cluster * min(multiprocessors * self.resident // self.cluster, units)
 
     @property
-    def shared(self) -> int | None:
-        """Bytes of dynamic shared memory; None where a constant in the cubin says it."""
-        return None if self.stages is None else self.stages * 32768 + 9216
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of a tile."""
+        return self.bm, self.bn
+
+    @property
+    def step(self) -> int:
+        """Rows of the tiles that are computed together."""
+        return self.bm * self.cluster
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory; Hopper's own kernels are each alone on a multiprocessor, and take all."""
+        return _ALL_SHARED if self.stages is None else self.stages * 32768 + 9216
 
 
 HOPPER = Family("sm90", bm=128, bn=192, threads=384, cluster=2, maps=True)
@@ -120,34 +124,15 @@ class Shares:
     @staticmethod
     def of(height: int, width: int, multiprocessors: int) -> Shares:
         """Of a chunk of (height, width), an equal share for each block."""
-        rows, columns = -(-height // NARROW_SIDE), -(-width // NARROW_SIDE)
+        rows, columns = ceil_div(height, NARROW_SIDE), ceil_div(width, NARROW_SIDE)
         blocks = min(multiprocessors, rows * columns)
-
         # as many begin inside a tile row as fit in it, and one before
-        return Shares(rows, blocks, min(columns, -(-blocks // rows) + 1))
-
-
-def forward_chunk(m: int, n: int, family: Family, tile: tuple[int, int] | None, numbers: int = 1) -> tuple[int, int]:
-    """Rows and columns of a chunk of the forward pass: what its partial results may take bounds it.
-
-    Args:
-        m: rows of the block.
-        n: its columns.
-        family: the kernels.
-        tile: what the caller caps it to.
-        numbers: float32 numbers that a tile leaves of each row and column.
-    """
-    if tile is not None:
-        return min(m, tile[0]), min(n, tile[1])
-    area = _PARTIALS_MIB * 2**20 // (4 * numbers) * family.bm * family.bn // (family.bm + family.bn)
-    side = int(area**0.5)
-    height = _even(m, max(side, area // n), family.bm * family.cluster)
-    return height, _even(n, max(1, area // height), family.bn)
+        return Shares(rows, blocks, min(columns, ceil_div(blocks, rows) + 1))
 
 
 def kept_stride(n: int) -> int:
     """Elements from one row of kept exponentials to the next: rows of bfloat16 begin at multiples of 16 bytes."""
-    return -(-n // 8) * 8
+    return ceil_div(n, 8) * 8
 
 
 def kept_rows(m: int, n: int, room: int) -> int:
@@ -158,30 +143,8 @@ def kept_rows(m: int, n: int, room: int) -> int:
         n: its columns.
         room: bytes that they may take.
     """
-    most, step = room // (2 * kept_stride(n)), HOPPER.bm * HOPPER.cluster
+    most, step = room // (2 * kept_stride(n)), HOPPER.step
     return _whole(m, most, step) if most >= min(m, step) else 0
-
-
-def backward_chunk(m: int, n: int, size: int, family: Family, options: Options) -> tuple[int, int]:
-    """Rows and columns of a chunk of G that fits in the workspace.
-
-    The sums of dK are read and written once for each chunk of rows, those of dQ once for each chunk of columns, so
-    that near a square the fewest bytes move.
-
-    Args:
-        m: rows of the block.
-        n: its columns.
-        size: bytes of one element of G.
-        family: the kernels.
-        options: the size of the workspace, or a tile that caps it.
-    """
-    if options.tile is not None:
-        return min(m, options.tile[0]), min(n, options.tile[1])
-    area = max(1, workspace_bytes(options) // size)
-    # a row of the workspace is padded to 16 bytes
-    most = max(int(area**0.5), area // max(n, 16 // size))
-    height = _whole(m, most, family.bm * family.cluster)
-    return height, _whole(n, max(1, area // height), 64)
 
 
 def narrow_rows(m: int, options: Options) -> int:
@@ -203,26 +166,14 @@ def footprint(m: int, n: int, width: int, dtype: str, capability: int, options: 
         options: tile and workspace.
     """
     family = kernel_family(dtype, capability, hopper=uses_hopper_kernels())
-    high, wide = forward_chunk(m, n, family, options.tile, 2)
-    partials = 8 * (-(-wide // family.bn) * high + -(-high // family.bm) * wide)
+    high, wide = forward_chunk(m, n, family.shape, options, 2, family.cluster)
+    partials = 8 * (ceil_div(wide, family.bn) * high + ceil_div(high, family.bm) * wide)
     itemsize = 4 if dtype == "float32" else 2
-    high, wide = backward_chunk(m, n, itemsize, family, options)
+    high, wide = backward_chunk(m, n, itemsize, family.step, options)
     space = high * wide * itemsize + CUBLAS_BYTES + 20 * (m + n)
     return Footprint(partials + 8 * (m + n), space, space + 4 * high * width)
 
 
 def _whole(length: int, most: int, step: int) -> int:
-    """The length, or the largest part of it that is at most ``most`` and a multiple of _UNIT, or else of ``step``."""
-    if most >= length:
-        return length
-    return next((most // unit * unit for unit in (_UNIT, step) if most >= unit), most)
-
-
-def _even(length: int, most: int, step: int) -> int:
-    """The length of equal parts, each at most ``most`` and, where that allows it, a multiple of ``step``."""
-    if most >= length:
-        return length
-    parts = -(-length // most)
-    even = -(-length // parts)
-    up = -(-even // step) * step
-    return up if up <= most else max(1, even // step * step or even)
+    """The length, or the largest part of it that is at most ``most`` and a multiple of 8,192, or else of ``step``."""
+    return length if most >= length else next(most // unit * unit for unit in (8192, step) if most >= unit)

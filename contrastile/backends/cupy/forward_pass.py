@@ -21,12 +21,11 @@ from contrastile.backends.cupy.common import (
     plan_bytes,
     scalars,
 )
-from contrastile.backends.cupy.configs import forward_chunk
 from contrastile.backends.cupy.instances import TARGET, instance, positives_kernel
 from contrastile.backends.cupy.keeping import KeptExponentials
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, scratch
 from contrastile.backends.cupy.tiles import Tiles
-from contrastile.backends.passes import Chunk, ceil_div, chunks, no_statistics
+from contrastile.backends.passes import Chunk, ceil_div, chunks, forward_chunk, no_statistics
 
 
 def lse(block: Block, columns: bool, options: Options, *, keep: bool = False) -> Statistics:
@@ -125,7 +124,7 @@ class _ForwardPass:
         self.kept = KeptExponentials.new(self.tiles, columns, options) if keep else None
         family, target = self.tiles.family, self.tiles.mask == TARGET
         numbers = len(_SUMS) + (len(_BY_IDS) if target else 0)
-        self.height, self.width = forward_chunk(self.m, self.n, family, options.tile, numbers)
+        self.height, self.width = forward_chunk(self.m, self.n, family.shape, options, numbers, family.cluster)
         self.narrow = self.tiles.narrow and not columns and options.tile is None
         room = ceil_div(self.width, family.bn) * self.height
         if self.narrow:

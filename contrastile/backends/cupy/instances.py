@@ -84,7 +84,6 @@ def small_kernels() -> Iterator[Instance]:
     yield instance("fold", "fold_sigmoid")
     for name, safe in product(("fold", "fold_positives"), ("false", "true")):
         yield instance("fold", name, safe)
-    yield instance("scale_cast", "scale_gradient")
     yield instance("scale_cast", "add_doubles")
     for dtype, element in ELEMENTS.items():
         for precision in ARITHMETICS if dtype == "float32" else ("ieee",):

@@ -15,7 +15,6 @@ import numpy as np
 
 from contrastile.backends.cupy import build
 from contrastile.backends.cupy.build import Instance
-from contrastile.backends.cupy.cubins import shared_bytes
 
 _ALIGNMENT, _PART = 16, 512
 
@@ -26,7 +25,7 @@ def on_device(x: Any) -> AbstractContextManager[Any]:
     return device
 
 
-def launch(instance: Instance, blocks: int, threads: int, *parameters: Any, shared: int | str = 0) -> None:
+def launch(instance: Instance, blocks: int, threads: int, *parameters: Any, shared: int = 0) -> None:
     """Queue one launch.
 
     Args:
@@ -34,10 +33,10 @@ def launch(instance: Instance, blocks: int, threads: int, *parameters: Any, shar
         blocks: of the grid, one dimension.
         threads: of a block.
         *parameters: structures or bytes, each passed by value.
-        shared: bytes of dynamic shared memory, or the name of the constant in the cubin that says how many.
+        shared: bytes of dynamic shared memory.
     """
-    kernel, dynamic = _kernel(instance, shared, cupy.cuda.get_device_id())
-    kernel((blocks,), (threads,), tuple(map(_by_value, parameters)), shared_mem=dynamic)
+    kernel = _kernel(instance, shared, cupy.cuda.get_device_id())
+    kernel((blocks,), (threads,), tuple(map(_by_value, parameters)), shared_mem=shared)
 
 
 def _by_value(parameter: Any) -> Any:
@@ -51,14 +50,13 @@ def _bytes(size: int) -> Any:
 
 
 @cache
-def _kernel(instance: Instance, shared: int | str, device: int) -> tuple[Any, int]:
+def _kernel(instance: Instance, shared: int, device: int) -> Any:
     path, name = build.cubin(instance, build.architecture_name(capability(device)))
     kernel = cupy.RawModule(path=str(path)).get_function(name)
-    dynamic = shared_bytes(path, shared) if isinstance(shared, str) else shared
-    if dynamic:
+    if shared:
         # more than 48 KiB is refused unless it was asked for
-        kernel.max_dynamic_shared_size_bytes = dynamic
-    return kernel, dynamic
+        kernel.max_dynamic_shared_size_bytes = shared
+    return kernel
 
 
 @cache

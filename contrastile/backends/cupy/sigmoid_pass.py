@@ -18,12 +18,11 @@ from contrastile.backends.cupy.common import (
     new_plan,
     scalars,
 )
-from contrastile.backends.cupy.configs import backward_chunk
 from contrastile.backends.cupy.instances import instance
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, row_stride, workspace
 from contrastile.backends.cupy.products import Products
 from contrastile.backends.cupy.tiles import Tiles
-from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling
+from contrastile.backends.passes import Chunk, backward_chunk, ceil_div, chunks, gradient_scaling
 
 
 def sigmoid_loss(
@@ -62,7 +61,7 @@ class _SigmoidPass:
     def run(self, row_gradient: Any, column_gradient: Any) -> tuple[Array, Array]:
         """The loss of each row and its row sum of G; adds to the gradients that are wanted."""
         rows, columns = self.tiles.rows, self.tiles.columns
-        height, width = backward_chunk(self.m, self.n, rows.itemsize, self.tiles.family, self.options)
+        height, width = backward_chunk(self.m, self.n, rows.itemsize, self.tiles.family.step, self.options)
         wanted = row_gradient is not None or column_gradient is not None
         space = workspace(height, width, rows.dtype) if wanted else None
         products = Products() if wanted else None

@@ -110,13 +110,12 @@ class Tiles:
                 maps += (maps[0] if g is None else tensor_map(g, (_STORED_ROWS, _WIDE)),)
         chunk = arguments.chunk
         blocks = self.family.blocks(chunk.height, chunk.width, self.multiprocessors)
-        shared = self.family.shared or f"{name}_{self.family.name}_shared"
         kernel = (
             keeping_kernel(self.family)
             if name == "forward_keeping"
             else tile_kernel(name, self.family, self.dtype, self.mask, safe=safe, precision=self.precision)
         )
-        launch(kernel, blocks, self.family.threads, *maps, arguments, shared=shared)
+        launch(kernel, blocks, self.family.threads, *maps, arguments, shared=self.family.shared)
 
     @property
     def narrow(self) -> bool:
@@ -161,8 +160,7 @@ class Tiles:
     def _narrow(self, name: str, shares: Shares, arguments: Any) -> None:
         maps = (tensor_map(x, (NARROW_SIDE, _WIDE)) for x in (self.rows, self.columns))
         kernel = narrow_kernel(name, self.family, self.dtype, self.mask)
-        shared = f"narrow_{name}_{self.family.name}_shared"
-        launch(kernel, shares.blocks, self.family.threads, *maps, arguments, shared=shared)
+        launch(kernel, shares.blocks, self.family.threads, *maps, arguments, shared=self.family.shared)
 
     def weighted(self, kept: Any, features: Any, *, across: bool, **arguments: Any) -> None:
         """Queue the product of kept exponentials, their factors and features.
@@ -178,5 +176,5 @@ class Tiles:
         given = struct("WeightedArguments")(height=lines, width=width, depth=depth, **arguments)
         blocks = 2 * ceil_div(lines, _WEIGHTED) * ceil_div(width, _WEIGHTED)
         maps = (tensor_map(x, (_WIDE, _WIDE)) for x in (kept, features))
-        kernel, shared = weighted_kernel(self.family, across=across), f"weighted_{self.family.name}_shared"
-        launch(kernel, blocks, self.family.threads, *maps, given, shared=shared)
+        kernel = weighted_kernel(self.family, across=across)
+        launch(kernel, blocks, self.family.threads, *maps, given, shared=self.family.shared)

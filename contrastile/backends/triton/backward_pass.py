@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from contrastile.backends.contract import Array, Block, ColumnForm, Finished, Options, Weights
-from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling, lines, no_gradients
+from contrastile.backends.passes import Chunk, backward_chunk, ceil_div, chunks, gradient_scaling, lines, no_gradients
 from contrastile.backends.triton import backward, positives, precheck, sums
 from contrastile.backends.triton.arrays import ARRAYS, multiplied
 from contrastile.backends.triton.common import BLOCK, LANES, LINES, empties, empty, step, weight_vectors
-from contrastile.backends.triton.configs import Config, backward_chunk
+from contrastile.backends.triton.configs import Config
 from contrastile.backends.triton.launch import descriptor, grid, on_device, workspace
 from contrastile.backends.triton.operands import BlockPass, Scheme, Side, row_bytes
 from contrastile.backends.triton.products import accumulate
@@ -58,13 +58,13 @@ class Chunks:
         others: int = 0,
         held: bool = True,
     ) -> None:
-        """See ``configs.backward_chunk``; without ``held`` no G is formed, and the workspace is a stub."""
+        """See ``passes.backward_chunk``; without ``held`` no G is formed, and the workspace is a stub."""
         self.sides, self.config = sides, config
         rows, columns = (side.x for side in sides)
         dtype = scheme.g_dtype(rows)
         self.m, self.n = rows.shape[0], columns.shape[0]
         size = dtype.itemsize * scheme.parts
-        self.height, self.width = backward_chunk(self.m, self.n, size, config, options, others)
+        self.height, self.width = backward_chunk(self.m, self.n, size, config.bm, options, others)
         shape = (self.height, self.width) if held else (1, config.bn)
         self._space = [workspace(*shape, dtype, rows) for _ in range(scheme.parts)]
 

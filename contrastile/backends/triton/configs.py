@@ -1,4 +1,4 @@
-"""Tile shapes, chosen ahead for each kernel, architecture and dtype, and how large a chunk of X is held at once.
+"""Tile shapes, chosen ahead for each kernel, architecture and dtype.
 
 Chosen by measurement (``docs/benchmarks/gpu.md``), not tuned at the first call: the same shapes give the same bits
 everywhere, and a first call compiles a handful of kernels instead of dozens.
@@ -12,20 +12,13 @@ from typing import Any
 
 from triton import knobs
 
-from contrastile.backends.contract import Options
 from contrastile.backends.passes import Chunk
-from contrastile.backends.settings import workspace_bytes
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether the kernels run under Triton's interpreter (TRITON_INTERPRET=1, on the CPU); fixed when they are defined."""
 
-_PARTIALS_MIB = 64
-
 PAD = 16 if INTERPRETED else 64
 """Parts of features are padded to multiples of this: every kernel's step divides it."""
-
-UNIT = 8192
-"""Rows or columns of a chunk from which on each of the products that follow fills a large GPU."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +50,11 @@ class Config:
     strip: int = 8
     precision: str = "ieee"
     registers: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of a tile."""
+        return self.bm, self.bn
 
     @cached_property
     def named(self) -> dict[str, Any]:
@@ -136,47 +134,3 @@ def tile_config(kernel: str, dtype: str, architecture: int, width: int, precisio
     config = fitting[max(least for least in fitting if least <= max(architecture, 80))]
     high = kernel == "lse" and width <= 512
     return replace(config, precision=precision, group=2 * config.group if high else config.group)
-
-
-def forward_chunk(m: int, n: int, config: Config, tile: tuple[int, int] | None, quantities: int = 1) -> tuple[int, int]:
-    """Rows and columns of a chunk of the forward pass: its partial results bound it, so many of each row of a tile."""
-    entries = _PARTIALS_MIB * 2**20 // 4 // quantities
-    area = entries * config.bm * config.bn // (config.bm + config.bn)
-    return _capped(m, n, max(1, area), tile, config)
-
-
-def backward_chunk(m: int, n: int, size: int, config: Config, options: Options, others: int = 0) -> tuple[int, int]:
-    """Rows and columns of a chunk of G that fits in the workspace.
-
-    Args:
-        m: rows of the block.
-        n: its columns.
-        size: bytes of one element of G, all its parts.
-        config: of the kernel that forms G.
-        options: the size of the workspace, or a tile that caps it.
-        others: bytes of the rows' own gradient, which are taken from the workspace as long as three quarters remain.
-    """
-    whole = workspace_bytes(options)
-    return _capped(m, n, max(1, max(whole - others, whole * 3 // 4) // size), options.tile, config)
-
-
-def _capped(m: int, n: int, area: int, tile: tuple[int, int] | None, config: Config) -> tuple[int, int]:
-    """Rows and columns of a chunk of at most ``area`` elements; at most ``tile``.
-
-    A side of whole UNITs fills a large GPU in the products that follow. So a large chunk has one or two UNITs of rows
-    and as many columns as fit, and a small one is near a square.
-    """
-    if tile is not None:
-        return min(m, tile[0]), min(n, tile[1])
-    step = max(config.bm, config.bn)
-    side = max(step, int(area**0.5) // step * step)
-    rows = 2 * UNIT if area >= 2 * UNIT * UNIT else UNIT if area >= UNIT * UNIT else side
-
-    def beside(other: int) -> int:
-        """The longest side that fits beside another: whole UNITs, or whole tiles of less than one."""
-        length = max(step, area // max(other, 1) // step * step)
-        return length // UNIT * UNIT if length > UNIT else length
-
-    height = min(m, rows)
-    width = min(n, beside(height))
-    return height if width < n else min(m, beside(width)), width

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from contrastile.backends.contract import Block, Options, SideStatistics, Statistics
-from contrastile.backends.passes import Chunk, ceil_div, chunks, lines, no_statistics
+from contrastile.backends.passes import Chunk, ceil_div, chunks, forward_chunk, lines, no_statistics
 from contrastile.backends.triton import forward, positives, precheck
 from contrastile.backends.triton.arrays import ARRAYS
 from contrastile.backends.triton.common import BLOCK, DEPTH, LANES, LINES, empties, empty, step
-from contrastile.backends.triton.configs import INTERPRETED, Config, forward_chunk
+from contrastile.backends.triton.configs import INTERPRETED, Config
 from contrastile.backends.triton.launch import descriptor, grid, on_device
 from contrastile.backends.triton.operands import BlockPass
 from contrastile.backends.triton.tiles import PLAN_SIZE
@@ -84,7 +84,7 @@ class _ForwardPass(BlockPass):
         masks = self.masks
         config = self.config("matched" if masks.ids_only else "masked" if masks.masked else "lse")
         quantities = forward.quantities(safe, self.masks.ids_only)
-        height, width = forward_chunk(self.m, self.n, config, self.options.tile, quantities)
+        height, width = forward_chunk(self.m, self.n, config.shape, self.options, quantities)
         row_tiles, column_tiles = ceil_div(height, config.bm), ceil_div(width, config.bn)
         sizes = column_tiles * height, row_tiles * width if self.two_sided else 0
         parts = self._partials(*(quantities * size for size in sizes))

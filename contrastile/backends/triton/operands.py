@@ -13,18 +13,10 @@ import torch
 
 from contrastile.backends.contract import Block, Footprint, Options
 from contrastile.backends.crossing import dtype_name
-from contrastile.backends.passes import ceil_div, lines, own_references
+from contrastile.backends.passes import backward_chunk, ceil_div, forward_chunk, lines, own_references
 from contrastile.backends.triton import parts, positives
 from contrastile.backends.triton.common import LINES, Masks, step
-from contrastile.backends.triton.configs import (
-    INTERPRETED,
-    PAD,
-    UNIT,
-    Config,
-    backward_chunk,
-    forward_chunk,
-    tile_config,
-)
+from contrastile.backends.triton.configs import INTERPRETED, PAD, Config, tile_config
 from contrastile.backends.triton.launch import aligned, architecture, workspace
 
 _FORWARD_VECTORS, _BACKWARD_VECTORS = 8, 20
@@ -86,14 +78,14 @@ def footprint(m: int, n: int, width: int, dtype: str, device: str, options: Opti
 
     partials, c = 0, config("lse")
     for numbers in (1, 2):
-        high, wide = forward_chunk(m, n, c, options.tile, numbers)
+        high, wide = forward_chunk(m, n, c.shape, options, numbers)
         partials = max(partials, 4 * numbers * (ceil_div(wide, c.bn) * high + ceil_div(high, c.bm) * wide))
     itemsize = int(scheme.g_dtype(like).itemsize) * scheme.parts
     # of the rows' and the columns' chunk: what the products read, and what the second ones multiply with
     factors = 0 if scheme.how == parts.PLAIN.value else 2 * width * (scheme.parts + (0 if scheme.divided else 2))
 
     def space(others: int, sums: int) -> int:
-        high, wide = backward_chunk(m, n, itemsize, config("gradient"), options, others)
+        high, wide = backward_chunk(m, n, itemsize, config("gradient").bm, options, others)
         return high * wide * itemsize + sums * high + factors * (high + wide) + _BACKWARD_VECTORS * (m + n)
 
     return Footprint(
@@ -102,8 +94,8 @@ def footprint(m: int, n: int, width: int, dtype: str, device: str, options: Opti
 
 
 def row_bytes(m: int, width: int, itemsize: int) -> int:
-    """Workspace for the rows' gradient: float32 sums of one chunk, and the whole gradient."""
-    return 4 * min(m, 2 * UNIT) * width + m * width * itemsize
+    """Workspace for the rows' gradient: float32 sums of a chunk of 16,384 rows, and the whole gradient."""
+    return 4 * min(m, 2**14) * width + m * width * itemsize
 
 
 class Side:

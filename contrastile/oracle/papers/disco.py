@@ -13,19 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from contrastile.oracle.arrays import FloatArray, IntArray
+from contrastile.oracle.general import lse
 from contrastile.oracle.papers.collectives import all_gather, reduce_scatter, row_slices
 
 
 def cross_entropy(X: FloatArray, Y: FloatArray, r: IntArray, t: float, B: float) -> float:
     """DisCo Eq. 1, either term: ``L_1(X, Y) = 1/B sum_i (log sum_j exp(t <x_i, y_j>) - t <x_i, y_{r_i}>)``.
 
-    X: rows, (b, D): images for L_1, texts for L_2; Y: columns, (m, D); r: positive column of each row, (b,); t: the
-    factor of the dot products; B: the divisor, the batch over which the mean is taken. Returns the loss, a float.
+    X: (b, D), images for L_1 and texts for L_2; Y: (m, D); r: (b,), each row's positive column; B: the divisor.
     """
     x = t * (X @ Y.T)
-    m = x.max(axis=1, keepdims=True)
-    lse = m[:, 0] + np.log(np.exp(x - m).sum(axis=1))
-    return float((lse - x[np.arange(len(r)), r]).sum() / B)
+    return float((lse(x, axis=1) - x[np.arange(len(r)), r]).sum() / B)
 
 
 def cross_entropy_gradients(
@@ -33,8 +31,7 @@ def cross_entropy_gradients(
 ) -> tuple[FloatArray, FloatArray, float]:
     """Gradients of either term of DisCo Eq. 1: with H = (softmax - one-hot) / B, dX = t H Y, dY = t H' X.
 
-    X: rows, (b, D); Y: columns, (m, D); r: positive column of each row, (b,); t: the factor of the dot products; B: the
-    divisor. Returns dX (b, D), dY (m, D), and ``dt = sum_ij H_ij <x_i, y_j>``, a float.
+    The arguments are those of `cross_entropy`. Returns dX (b, D), dY (m, D), and ``dt = sum_ij H_ij <x_i, y_j>``.
     """
     z = X @ Y.T
     x = t * z
@@ -48,8 +45,7 @@ def cross_entropy_gradients(
 def labels(sizes: Sequence[int], rank: int) -> IntArray:
     """Positive column of each of a rank's rows (the `labels` of DisCo Alg. 1), for shards of any size.
 
-    sizes: rows of each rank, N integers; rank: the rank. Returns (b_rank,) integers, the rows' places in the gathered
-    batch.
+    sizes: rows of each of N ranks. Returns (b_rank,) int64, the rows' places in the gathered batch.
     """
     rows = row_slices(sizes)[rank]
     return np.arange(rows.start, rows.stop, dtype=np.int64)
@@ -58,8 +54,7 @@ def labels(sizes: Sequence[int], rank: int) -> IntArray:
 def loss(I_A: FloatArray, T_A: FloatArray, t: float) -> float:
     """DisCo Eq. 1: L = L_1(I_A, T_A) + L_2(T_A, I_A); Alg. 1 halves it.
 
-    I_A: all image features, (B, D); T_A: all text features, (B, D); row i is the pair of image i; t: the factor of the
-    dot products. Returns the loss, a float.
+    I_A, T_A: (B, D), row i of each is a pair.
     """
     B = len(I_A)
     r = np.arange(B, dtype=np.int64)
@@ -80,8 +75,7 @@ def decomposed_loss(
 ) -> tuple[float, float, float, float]:
     """DisCo Eq. 3: L_d = L_1(I_n, T_A) + L_1(I_nbar, T_A) + L_2(T_n, I_A) + L_2(T_nbar, I_A).
 
-    I: image shards, N arrays (b_n, D); T: text shards, N arrays (b_n, D); n: the hosting rank; t: the factor of the dot
-    products. Returns the four terms, in that order.
+    I, T: N shards (b_n, D); n: the hosting rank. Returns the four terms, in that order.
     """
     sizes = [len(shard) for shard in I]
     I_A, T_A, B = np.concatenate(I), np.concatenate(T), sum(sizes)
@@ -100,8 +94,7 @@ def decomposed_loss(
 def gradients(I: Sequence[FloatArray], T: Sequence[FloatArray], n: int, t: float) -> tuple[FloatArray, FloatArray]:
     """DisCo Eq. 4: dL_d/dI_n and dL_d/dT_n, each two intra-GPU terms and one inter-GPU term.
 
-    I: image shards, N arrays (b_n, D); T: text shards, N arrays (b_n, D); n: the hosting rank; t: the factor of the dot
-    products. Returns two arrays (b_n, D).
+    I, T: N shards (b_n, D); n: the hosting rank. Returns two arrays (b_n, D).
     """
     dI_rows, dI_columns, dT_columns, dT_rows = intra_gpu_gradients(I, T, n, t)
     dI_others, dT_others = inter_gpu_gradients(I, T, n, t)
@@ -113,8 +106,7 @@ def inter_gpu_gradients(
 ) -> tuple[FloatArray, FloatArray]:
     """DisCo Eq. 5: dL_2(T_nbar, I_A)/dI_n = sum_{i != n} dL_2(T_i, I_A)/dI_n, and likewise for T_n.
 
-    I: image shards, N arrays (b_n, D); T: text shards, N arrays (b_n, D); n: the hosting rank; t: the factor of the dot
-    products. Returns two arrays (b_n, D).
+    I, T: N shards (b_n, D); n: the hosting rank. Returns two arrays (b_n, D).
     """
     dI, dT = np.zeros_like(I[n]), np.zeros_like(T[n])
     for i in range(len(I)):
@@ -130,8 +122,7 @@ def intra_gpu_gradients(
 ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
     """DisCo Eq. 6: [dL_1(I_n, T_A)/dI_n, dL_2(T_n, I_A)/dI_n, dL_1(I_n, T_A)/dT_n, dL_2(T_n, I_A)/dT_n].
 
-    I: image shards, N arrays (b_n, D); T: text shards, N arrays (b_n, D); n: the hosting rank; t: the factor of the dot
-    products. Returns four arrays (b_n, D): all that rank n can compute alone.
+    I, T: N shards (b_n, D); n: the hosting rank. Returns four arrays (b_n, D): all that rank n can compute alone.
     """
     sizes = [len(shard) for shard in I]
     r, B = labels(sizes, n), sum(sizes)
@@ -145,8 +136,7 @@ def sent_gradients(
 ) -> tuple[FloatArray, FloatArray]:
     """DisCo Eq. 7: [dL_2(T_i, I_A)/dI_n, dL_1(I_i, T_A)/dT_n], which rank i computes and rank n collects.
 
-    I: image shards, N arrays (b_n, D); T: text shards, N arrays (b_n, D); i: the rank that computes; n: the rank whose
-    features the gradients belong to; t: the factor of the dot products. Returns two arrays (b_n, D).
+    I, T: N shards (b_n, D); i: the rank that computes; n: the rank that collects. Returns two arrays (b_n, D).
     """
     sizes = [len(shard) for shard in I]
     B = sum(sizes)
@@ -179,8 +169,7 @@ def rank_gradients(
 ) -> tuple[float, FloatArray, FloatArray, float]:
     """One rank's part of DisCo Alg. 1: its halved loss, and its gradients by the gathered features.
 
-    I: image shards, N arrays (b_n, D); T: text shards, N arrays (b_n, D); rank: the rank; t: the factor of the dot
-    products; B: the divisor of this rank's sum over rows. Returns the loss, dI_A (B, D), dT_A (B, D) and dt.
+    I, T: N shards (b_n, D); B: the divisor of this rank's sum over rows. Returns the loss, dI_A, dT_A (B, D) and dt.
     """
     r = labels([len(shard) for shard in I], rank)
     I_A, T_A = np.concatenate(I), np.concatenate(T)
@@ -198,9 +187,8 @@ def algorithm_1(I: Sequence[FloatArray], T: Sequence[FloatArray], t: float) -> S
     A rank's loss is its rows' sum times N / B (its mean, when shards are equal), so the loss is the mean over ranks,
     the features get N times the gradient of the global loss, and DDP's mean over ranks divides by N, once.
 
-    I: image shards, N arrays (b_n, D); uneven and empty shards are fine; T: text shards of the same sizes; t: the
-    factor of the dot products. Returns the loss (half of Eq. 1), the feature gradients, dt, and the bytes of the
-    gradient communication.
+    I, T: N shards (b_n, D), uneven and empty ones too. Returns the loss (half of Eq. 1), the features' gradients, dt,
+    and the bytes that their communication sends.
     """
     N, sizes = len(I), [len(shard) for shard in I]
     I_A, _ = all_gather(I)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from contrastile.oracle.arrays import FloatArray, IntArray
+from contrastile.oracle.general import lse
 from contrastile.oracle.papers.collectives import data_parallel_mean, row_slices
 
 
@@ -57,16 +58,13 @@ def loss_of_distances(d: FloatArray, r: IntArray, tau: float) -> float:
     d: similarities, (|S|, |T|); r: target of each anchor, (|S|,); tau: temperature. Returns the loss, a float.
     """
     x = d / tau
-    m = x.max(axis=1)
-    lse = m + np.log(np.exp(x - m[:, None]).sum(axis=1))
-    return float((lse - x[np.arange(len(r)), r]).sum() / len(r))
+    return float((lse(x, axis=1) - x[np.arange(len(r)), r]).sum() / len(r))
 
 
 def loss(F: FloatArray, G: FloatArray, r: IntArray, tau: float) -> float:
     """GradCache Eq. 1: L = -1/|S| sum_i log(exp(f(s_i)' g(t_{r_i}) / tau) / sum_j exp(f(s_i)' g(t_j) / tau)).
 
-    F: anchors' representations, (|S|, d); G: targets' representations, (|T|, d); r: target of each anchor, (|S|,); tau:
-    temperature. Returns the loss, a float.
+    F: (|S|, d); G: (|T|, d); r: (|S|,), each anchor's target; tau: temperature. Returns the loss, a float.
     """
     return loss_of_distances(F @ G.T, r, tau)
 
@@ -97,8 +95,7 @@ def chain_rule(tower: Tower, u: FloatArray) -> FloatArray:
 def anchor_gradient(F: FloatArray, G: FloatArray, r: IntArray, tau: float) -> FloatArray:
     """GradCache Eq. 5: dL/df(s_i) = -(g(t_{r_i}) - sum_j p_ij g(t_j)) / (|S| tau), p at the same tau.
 
-    F: anchors' representations, (|S|, d); G: targets' representations, (|T|, d); r: target of each anchor, (|S|,); tau:
-    temperature. Returns (|S|, d).
+    F: (|S|, d); G: (|T|, d); r: (|S|,), each anchor's target; tau: temperature. Returns (|S|, d).
     """
     p = normalized_similarity(F @ G.T, tau)
     return -(G[r] - p @ G) / (len(F) * tau)
@@ -107,8 +104,7 @@ def anchor_gradient(F: FloatArray, G: FloatArray, r: IntArray, tau: float) -> Fl
 def target_gradient(F: FloatArray, G: FloatArray, r: IntArray, tau: float) -> FloatArray:
     """GradCache Eq. 6: dL/dg(t_j) = -(epsilon_j - sum_i p_ij f(s_i)) / (|S| tau), p at the same tau.
 
-    F: anchors' representations, (|S|, d); G: targets' representations, (|T|, d); r: target of each anchor, (|S|,); tau:
-    temperature. Returns (|T|, d).
+    F: (|S|, d); G: (|T|, d); r: (|S|,), each anchor's target; tau: temperature. Returns (|T|, d).
     """
     p = normalized_similarity(F @ G.T, tau)
     return -(positives_of_targets(F, r, len(G)) - p.T @ F) / (len(F) * tau)
@@ -117,8 +113,7 @@ def target_gradient(F: FloatArray, G: FloatArray, r: IntArray, tau: float) -> Fl
 def positives_of_targets(F: FloatArray, r: IntArray, n: int) -> FloatArray:
     """GradCache Eq. 7: epsilon_j = sum of f(s_k) over every k with r_k = j, and 0 where there is none.
 
-    F: anchors' representations, (|S|, d); r: target of each anchor, (|S|,); n: the number of targets, |T|. Returns
-    epsilon, (|T|, d).
+    F: (|S|, d); r: (|S|,), each anchor's target; n: the number of targets, |T|. Returns epsilon, (|T|, d).
     """
     epsilon = np.zeros((n, F.shape[1]))
     np.add.at(epsilon, r, F)
@@ -141,8 +136,7 @@ def representation_gradient_cache(
 ) -> tuple[FloatArray, FloatArray]:
     """GradCache Sec. 3.3, Step 2: u_i = dL/df(s_i) and v_j = dL/dg(t_j), (|S| + |T|) d numbers.
 
-    F: anchors' representations, (|S|, d); G: targets' representations, (|T|, d); r: target of each anchor, (|S|,); tau:
-    temperature. Returns u (|S|, d) and v (|T|, d).
+    F: (|S|, d); G: (|T|, d); r: (|S|,), each anchor's target; tau: temperature. Returns u (|S|, d) and v (|T|, d).
     """
     return anchor_gradient(F, G, r, tau), target_gradient(F, G, r, tau)
 

@@ -62,7 +62,7 @@ def distance_gradient_cache(d: FloatArray, r: IntArray, tau: float) -> FloatArra
     return w / (len(r) * tau)
 
 
-def distance_parameter_gradient(
+def distance_gradients(
     Phi: Distance,
     Omega: FloatArray,
     F: FloatArray,
@@ -70,58 +70,20 @@ def distance_parameter_gradient(
     w: FloatArray,
     S: Sequence[slice],
     T: Sequence[slice],
-) -> FloatArray:
-    """GradCache Eq. 11: dL/dOmega = sum over sub-batch pairs, sum_ij w_ij dPhi(f(s_i), g(t_j))/dOmega.
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Eq. 11-13: dL/dOmega = sum_ij w_ij dd_ij/dOmega, u_i = sum_j w_ij dd_ij/df(s_i), v_j = sum_i w_ij dd_ij/dg(t_j).
 
-    Phi: the deep distance; Omega: its parameters; F: anchors' representations, (|S|, d); G: targets' representations,
-    (|T|, d); w: the distance gradient cache, (|S|, |T|); S: sub-batches of the anchors; T: sub-batches of the targets.
-    Returns dOmega.
+    They are accumulated over pairs of sub-batches. The arguments are those of `distances`, and w, the distance gradient
+    cache, (|S|, |T|). Returns dOmega, u (|S|, d) and v (|T|, d).
     """
-    total = np.zeros_like(Omega)
+    dOmega, u, v = np.zeros_like(Omega), np.zeros_like(F), np.zeros_like(G)
     for rows in S:
         for columns in T:
-            total += Phi.vjp(Omega, F[rows], G[columns], w[rows, columns])[0]
-    return total
-
-
-def anchor_gradient_of_distances(
-    Phi: Distance,
-    Omega: FloatArray,
-    F: FloatArray,
-    G: FloatArray,
-    w: FloatArray,
-    S: Sequence[slice],
-    T: Sequence[slice],
-) -> FloatArray:
-    """GradCache Eq. 12: u_i = sum_j w_ij dd_ij/df(s_i), accumulated over sub-batch pairs.
-
-    The arguments are those of `distance_parameter_gradient`. Returns u, (|S|, d).
-    """
-    u = np.zeros_like(F)
-    for rows in S:
-        for columns in T:
-            u[rows] += Phi.vjp(Omega, F[rows], G[columns], w[rows, columns])[1]
-    return u
-
-
-def target_gradient_of_distances(
-    Phi: Distance,
-    Omega: FloatArray,
-    F: FloatArray,
-    G: FloatArray,
-    w: FloatArray,
-    S: Sequence[slice],
-    T: Sequence[slice],
-) -> FloatArray:
-    """GradCache Eq. 13: v_j = sum_i w_ij dd_ij/dg(t_j), accumulated over sub-batch pairs.
-
-    The arguments are those of `distance_parameter_gradient`. Returns v, (|T|, d).
-    """
-    v = np.zeros_like(G)
-    for rows in S:
-        for columns in T:
-            v[columns] += Phi.vjp(Omega, F[rows], G[columns], w[rows, columns])[2]
-    return v
+            dOmega_b, u_b, v_b = Phi.vjp(Omega, F[rows], G[columns], w[rows, columns])
+            dOmega += dOmega_b
+            u[rows] += u_b
+            v[columns] += v_b
+    return dOmega, u, v
 
 
 def deep_distance_step(
@@ -136,7 +98,5 @@ def deep_distance_step(
     F, G = graphless_forward(f), graphless_forward(g)
     d = distances(Phi, Omega, F, G, S, T)
     w = distance_gradient_cache(d, r, tau)
-    u = anchor_gradient_of_distances(Phi, Omega, F, G, w, S, T)
-    v = target_gradient_of_distances(Phi, Omega, F, G, w, S, T)
-    dOmega = distance_parameter_gradient(Phi, Omega, F, G, w, S, T)
+    dOmega, u, v = distance_gradients(Phi, Omega, F, G, w, S, T)
     return loss_of_distances(d, r, tau), accumulate(f, u), accumulate(g, v), dOmega

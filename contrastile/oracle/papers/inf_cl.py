@@ -1,7 +1,7 @@
 """Inf-CL ("Breaking the Memory Barrier", Cheng et al., 2024), Eq. 1-9 and Algorithms 1-4, as corrected.
 
 The paper's letters: I, T (b, c) are image and text features with the scale already in them, x = I T' the logits,
-l (b,) the row LSE, m a tile's row maximum, b_s = b / n a shard's batch. `inf_cl_as_printed` holds its mistakes.
+l (b,) the row LSE, m a tile's row maximum, b_s = b / n a shard's batch.
 Shards need not be equal and may be empty; a world of 1 is a ring of one.
 """
 
@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from contrastile.oracle.arrays import FloatArray, float64
-from contrastile.oracle.general import merge
+from contrastile.oracle import general
+from contrastile.oracle.arrays import FloatArray
 
 _T = TypeVar("_T")
 
@@ -52,18 +52,15 @@ def merge_lse(l: FloatArray, l_ij: FloatArray) -> FloatArray:
 
     l, l_ij: (t_r,). The same value as the printed form where that is defined, without its overflow and its NaN.
     """
-    return merge(l, l_ij)
+    return general.merge(l, l_ij)
 
 
-@np.errstate(all="ignore")
 def lse(X: FloatArray) -> FloatArray:
     """A tile's l = m + log sum_k e^{X_k - m} with m = max_k X_k (Inf-CL Eq. 5); -inf where there is no column.
 
     X: (t_r, t_c). Returns (t_r,).
     """
-    m = X.max(axis=1, initial=-np.inf)
-    m = np.where(np.isfinite(m), m, 0.0)  # an empty row would otherwise be -inf - -inf
-    return float64(m + np.log(np.exp(X - m[:, None]).sum(axis=1)))
+    return general.lse(X, axis=1)
 
 
 def chain_rule(dx: FloatArray, I: FloatArray, T: FloatArray) -> tuple[FloatArray, FloatArray]:

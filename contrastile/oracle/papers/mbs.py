@@ -112,8 +112,7 @@ def gradient_of_micro_means(dL: FloatArray, micro: Sequence[IntArray]) -> FloatA
 def gradient_of_micro_losses(dL_mu: FloatArray, sizes: Sequence[int]) -> FloatArray:
     """MBS Eq. 12: grad w_B = d(1/N_B sum_j n_j L_mu_j).
 
-    dL_mu: gradients of the micro-batches' mean losses, (N_S, P); sizes: samples in each micro-batch, N_S integers.
-    Returns (P,).
+    dL_mu: (N_S, P), of the micro-batches' mean losses; sizes: samples in each of them, N_S. Returns (P,).
     """
     total: FloatArray = np.asarray(sizes, dtype=np.float64) @ dL_mu
     return total / mini_batch_size(sizes)
@@ -131,8 +130,7 @@ def accumulated_gradient(dL_mu: FloatArray) -> FloatArray:
 def normalized_loss(L_mu_j: float, n_j: int, N_B: int) -> float:
     """MBS Eq. 14: L_norm_j = (n_j / N_B) L_mu_j, the micro-batch's share of the samples.
 
-    L_mu_j: mean loss of the micro-batch; n_j: its samples; N_B: samples in the mini-batch. Returns Its part of the
-    mini-batch's loss.
+    L_mu_j: the micro-batch's mean loss; n_j: its samples. Returns its part of the mini-batch's loss.
     """
     return n_j / N_B * L_mu_j
 
@@ -140,8 +138,7 @@ def normalized_loss(L_mu_j: float, n_j: int, N_B: int) -> float:
 def normalized_gradient(dL_mu: FloatArray, sizes: Sequence[int]) -> FloatArray:
     """MBS Eq. 15: sum_j d(L_norm_j) = sum_j d((n_j / N_B) L_mu_j).
 
-    dL_mu: gradients of the micro-batches' mean losses, (N_S, P); sizes: samples in each micro-batch, N_S integers.
-    Returns (P,).
+    dL_mu: (N_S, P), of the micro-batches' mean losses; sizes: samples in each of them, N_S. Returns (P,).
     """
     share = np.asarray(sizes, dtype=np.float64) / mini_batch_size(sizes)
     return accumulated_gradient(share[:, None] * dL_mu)

@@ -60,8 +60,7 @@ def image_dice_loss_gradient(A: FloatArray, B: FloatArray) -> FloatArray:
 def streamed_dice_loss_gradient(A: FloatArray, B: FloatArray, micro: Sequence[IntArray]) -> FloatArray:
     """MBS Eq. 19's gradient by B over the whole mini-batch, streamed exactly in two passes: the sums, then the ratio.
 
-    A: ground truth, (N_B, pixels); B: prediction, (N_B, pixels); micro: N_S arrays of image indices. Returns (N_B,
-    pixels).
+    A, B: (N_B, pixels), ground truth and prediction; micro: N_S arrays of image indices. Returns (N_B, pixels).
     """
     X = sum(float((A[micro_j] * B[micro_j]).sum()) for micro_j in micro)
     Y = sum(float(A[micro_j].sum() + B[micro_j].sum()) for micro_j in micro)

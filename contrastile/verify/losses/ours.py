@@ -147,6 +147,8 @@ def dispatched(loss: Target, settings: dict[str, Any]) -> Target:
     """Under a mode that must see operators."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    seen: list[str] = []
+
     class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
@@ -154,11 +156,16 @@ def dispatched(loss: Target, settings: dict[str, Any]) -> Target:
             return False
 
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.extend([function.__name__] if function.namespace == "contrastile" else [])
             return function(*args, **(kwargs or {}))
 
     def target(*args: Any, **keywords: Any) -> Any:
+        seen.clear()
         with Seen():  # type: ignore[no-untyped-call]
-            return _with_gradients(lambda *leaves: loss(*leaves, **settings, **keywords), args)
+            found = _with_gradients(lambda *leaves: loss(*leaves, **settings, **keywords), args)
+        if seen != ["loss.default", "gradients.default"]:
+            raise RuntimeError(f"a dispatch mode must see the loss and its gradients, got {seen}")
+        return found
 
     return target
 

@@ -16,12 +16,12 @@ from contrastile.verify.losses.cases import BATCHES, OWN
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.properties import LossProperty, LossTrial
 from contrastile.verify.losses.subject import Loss
-from contrastile.verify.runner import Check, Row, Run
+from contrastile.verify.runner import Check, Row, Run, words
 
 
 @dataclass(frozen=True, slots=True)
 class LossSelection:
-    """What to run.
+    """What to run: iterating over it gives the checks.
 
     Attributes:
         losses: in their order.
@@ -37,32 +37,32 @@ class LossSelection:
     dtypes: Sequence[str] = DTYPES
     device: str = "cpu"
 
-    def _command(self, loss: Loss, dtype: str, name: str, case: str) -> str:
-        """The command that makes a check again."""
-        words = ["contrastile", "verify", "--loss", loss.name, "--objective", loss.claims.objective]
-        words += ["--dtype", dtype, "--property", name, "--case", case]
-        words += [] if self.device == "cpu" else ["--device", self.device]
-        return shlex.join(words)
-
     def _check(
-        self, loss: Loss, name: str, case: str, dtype: str, compare: Callable[[], Comparisons] | None, **more: Any
+        self,
+        loss: Loss,
+        dtype: str,
+        name: str = "all",
+        case: str = "all",
+        compare: Callable[[], Comparisons] | None = None,
+        **more: Any,
     ) -> Check:
-        return Check(loss.name, name, case, dtype, compare, partial(self._command, loss, dtype, name), **more)
+        given = {"loss": loss.name, "objective": loss.claims.objective, "dtype": dtype, "property": name}
+        device = None if self.device == "cpu" else self.device
 
-    def _unclaimed(
-        self, loss: Loss, what: str, dtype: str, name: str = "all", case: str = "all", world: int = 1
-    ) -> Check:
-        return self._check(loss, name, case, dtype, None, reason=what, world=world)
+        def rerun(case: str) -> str:
+            return shlex.join(["contrastile", "verify", *words({**given, "case": case, "device": device})])
 
-    def checks(self) -> Iterator[Check]:
+        return Check(loss.name, name, case, dtype, compare, rerun, **more)
+
+    def __iter__(self) -> Iterator[Check]:
         """All checks, in a fixed order."""
         for loss in self.losses:
             if self.device not in loss.claims.devices:
-                yield self._unclaimed(loss, f"the device {self.device}", "all")
+                yield self._check(loss, "all", reason=f"the device {self.device}")
                 continue
             for dtype in self.dtypes:
                 if dtype not in loss.claims.dtypes:
-                    yield self._unclaimed(loss, f"{dtype} features", dtype)
+                    yield self._check(loss, dtype, reason=f"{dtype} features")
                     continue
                 yield from self._of_dtype(loss, dtype)
             yield from self._of_ranks(loss)
@@ -72,7 +72,7 @@ class LossSelection:
         for each in chosen:
             missing = each.claim(loss.claims)
             if missing:
-                yield self._unclaimed(loss, missing, dtype, each.name)
+                yield self._check(loss, dtype, each.name, reason=missing)
         held = [each for each in chosen if not each.claim(loss.claims)]
         for name in [*BATCHES, *OWN]:
             own = [each for each in held if cases.concerns(name, each.name, each.case, loss.claims.objective)]
@@ -81,11 +81,11 @@ class LossSelection:
             try:
                 cases.build(name, dtype, loss.claims, loss.facts)
             except ValueError as missing:
-                yield self._unclaimed(loss, str(missing), dtype, case=name)
+                yield self._check(loss, dtype, case=name, reason=str(missing))
                 continue
             for each in own:
                 held_by = partial(_held, each, loss, name, dtype, self.device)
-                yield self._check(loss, each.name, name, dtype, held_by, device=self.device)
+                yield self._check(loss, dtype, each.name, name, held_by, device=self.device)
 
     def _of_ranks(self, loss: Loss) -> Iterator[Check]:
         names = [name for name in ranks.SHARDS if self.cases is None or name in self.cases]
@@ -94,7 +94,7 @@ class LossSelection:
             return
         missing = ranks.missing(loss.claims)
         if missing:
-            yield self._unclaimed(loss, missing, "all", case="shards")
+            yield self._check(loss, "all", case="shards", reason=missing)
             return
         dtype, started = ranks.dtype_of(loss.claims), ranks.Ranks(loss)
         if dtype not in self.dtypes:
@@ -104,15 +104,15 @@ class LossSelection:
                 try:
                     ranks.shared(case, loss.claims, size)
                 except ValueError as reason:
-                    yield self._unclaimed(loss, str(reason), dtype, case=case, world=size)
+                    yield self._check(loss, dtype, case=case, reason=str(reason), world=size)
                     continue
                 for name in chosen:
                     what = PROPERTIES[name.removeprefix("ddp-")].claim(loss.claims)
                     if what:
-                        yield self._unclaimed(loss, what, dtype, name, case, size)
+                        yield self._check(loss, dtype, name, case, reason=what, world=size)
                         continue
                     compare = partial(started.check, case, size, ranks.DISTRIBUTED[name][0])
-                    yield self._check(loss, name, case, dtype, compare, world=size)
+                    yield self._check(loss, dtype, name, case, compare, world=size)
 
 
 @lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""A training loop in which one rank fails at one step; started by test_faults and by the script of the fault table.
+"""A training loop in which one rank fails at one step; started by test_faults.
 
 Arguments: engine, fault, where, rank. Every rank prints what it ended with, and the faulty rank when it failed.
 """
@@ -35,8 +35,6 @@ def fail(group: Any, fault: str) -> None:
         sys.exit(0)
     elif fault == "stalls":
         time.sleep(1000)
-    elif fault == "stopped":
-        os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "out of step":
         # a call that the other ranks do not make
         group.shift([np.zeros(0)], [np.zeros(0)]).wait()

@@ -1,9 +1,11 @@
-"""Every primitive of a communicator against what it must give, bit for bit; run after agreement.py."""
+"""Every primitive of a communicator against what it must give, bit for bit; started by test_engines."""
 
 from __future__ import annotations
 
 import gc
+import os
 import random
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable
@@ -11,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from engines import PATIENCE, say
+from engines import PATIENCE, say, started
 
+import contrastile
 from contrastile.backends.arrays import library_of
 from contrastile.comm import buffers
-from contrastile.comm.communicator import ExchangeError
+from contrastile.comm.communicator import ExchangeError, MismatchError
 from contrastile.comm.connect import connect
 
 WIDTH = 7
@@ -193,7 +196,18 @@ BY_THREADS = (shifts, everybody_to_everybody, several_to_some, gathers, waits_in
 EVERY = (*BY_THREADS, long_messages)
 
 
+def wrong_deadlines(ranks: Any) -> None:
+    """A deadline that is none on the last rank alone; every rank says what it raises."""
+    pair = np.random.default_rng(ranks.rank).standard_normal((2, 5, 6))
+    for deadline in ("soon", "-3"):
+        os.environ["CONTRASTILE_DEADLINE"] = deadline if ranks.rank == ranks.size - 1 else str(PATIENCE)
+        say(ranks.rank, refusal(MismatchError, lambda: contrastile.clip_loss(*pair, 3.0, group=ranks.world)))
+    del os.environ["CONTRASTILE_DEADLINE"]
+
+
 def main(ranks: Any) -> None:
+    # what it has left does not disturb the rest
+    wrong_deadlines(ranks)
     world = connect(ranks.world, deadline=PATIENCE)
     assert (world.rank, world.size, world.deadline) == (ranks.rank, ranks.size, PATIENCE)
     assert connect(ranks.world) is world, "one communicator for each group"
@@ -239,3 +253,8 @@ def forgotten(group: Any, communicator: Any) -> None:
         assert "closed" in refusal(ExchangeError, lambda: beside.tell(""))
     communicator.close()
     assert "closed" in refusal(ExchangeError, lambda: communicator.tell(""))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    main(started())

@@ -20,8 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "comm" / "programs"))
 
 import numpy as np
-from primitives import BY_THREADS, DTYPES, PLACES, host
+from primitives import BY_THREADS, DTYPES, PLACES, host, refusal
 
+import contrastile
+from contrastile.comm.communicator import MismatchError
 from contrastile.comm.connect import connect
 
 SECONDS = 240
@@ -96,41 +98,34 @@ def overwritten(comm: Any, put: Callable[[Any, str], Any]) -> None:
             assert (host(y) == (rank - 1) % n + 1).all(), (rank, turn)
 
 
-def alone() -> None:
-    """Both ways to NCCL with one rank, which sends to itself."""
-    import torch
-    import torch.distributed as dist
+def scales_that_differ(comm: Any, put: Callable[[Any, str], Any]) -> None:
+    """The loss is NaN on every rank, and the next call raises."""
+    pair = [put(np.eye(4, 9), "float32") for _ in range(2)]
+    for exchange in ("ring", "gather", "replicate"):
+        both = contrastile.value_and_grad(contrastile.clip_loss, group=comm, exchange=exchange)
+        value, gradients = both(*pair, put(np.asarray(14.25 + comm.rank), "float32"))
+        assert all(np.isnan(host(x)).all() for x in (value, *gradients)), (exchange, value)
+        said = refusal(MismatchError, lambda: both(*pair, put(np.asarray(14.25), "float32")))  # noqa: B023
+        assert said.startswith("scale must be the same on every rank, got 14.25 on rank 0, 15.25 on rank 1"), said
 
-    from contrastile.comm import nccl, torch_group
+
+def alone() -> None:
+    """NCCL with one rank, which sends to itself."""
+    from contrastile.comm import nccl
     from contrastile.comm.driver import Gpu
     from contrastile.comm.watchdog import Watchdog
 
     calls, gpu = nccl.NCCL(), Gpu(0)
     with gpu.active():
-        communicator = calls.connect(calls.key(), 0, 1)
-        channels: list[Any] = [nccl.NCCLChannel(calls, communicator, gpu, gpu.stream(), Watchdog(lambda: 10.0))]
-    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.global_ranks_in_group = [0]
-    engine = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, options)
-    through_torch = torch_group.ThroughTorch(engine, Watchdog(lambda: 10.0))
-    through_torch.open(torch.device("cuda", 0), 1)
-    channels.append(through_torch)
-    for channel in channels:
-        for library, put in libraries(0):
-            for dtype in DTYPES:
-                x = put(np.arange(7000.0).reshape(1000, 7), dtype)
-                y = put(np.zeros((1000, 7)), dtype)
-                try:
-                    pendings = [channel.post({0: [x]}, {0: [y]}, i, lambda: 1.0) for i in range(20)]
-                except (RuntimeError, ValueError) as error:
-                    print(f"{channel.name} {library} {dtype}: {type(error).__name__} {str(error)[:200]}", flush=True)
-                    break
-                for pending in pendings:
-                    pending.wait()
-                assert np.array_equal(host(x), host(y)), (channel.name, library, dtype)
-            else:
-                print(f"{channel.name} {library}: right", flush=True)
-        channel.close()
+        channel = nccl.NCCLChannel(calls, calls.connect(calls.key(), 0, 1), gpu, gpu.stream(), Watchdog(lambda: 10.0))
+    for library, put in libraries(0):
+        for dtype in DTYPES:
+            x, y = put(np.arange(7000.0).reshape(1000, 7), dtype), put(np.zeros((1000, 7)), dtype)
+            for pending in [channel.post({0: [x]}, {0: [y]}, i, lambda: 1.0) for i in range(20)]:
+                pending.wait()
+            assert np.array_equal(host(x), host(y)), (library, dtype)
+        print(f"{library}: right", flush=True)
+    channel.close()
     print("done", flush=True)
 
 
@@ -155,6 +150,8 @@ def main() -> None:
         _say(comm, f"{engine} {library}: every primitive right, by {comm.name}", started)
         numbers = unwaited(comm, put)
         overwritten(comm, put)
+        if comm.size > 1:
+            scales_that_differ(comm, put)
         _say(comm, f"{engine} {library}: {numbers} numbers of messages that nobody waited for right", started)
     comm.agree(np.zeros(1, dtype=np.int64))
     leave()

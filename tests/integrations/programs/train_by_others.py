@@ -1,9 +1,7 @@
-"""The integrations on several ranks, under DDP: the gradients of the one global loss, reduced once.
+"""The integrations on several ranks, under DDP: the gradients of the one global loss, reduced once."""
 
-The towers, their few-bit inputs and the bounds are those of ``train_towers``.
-"""
+from __future__ import annotations
 
-# DDP reads the annotations of a communication hook: they must be types, not text
 import logging
 import sys
 import warnings
@@ -11,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.extend(str(Path(__file__).resolve().parents[2] / x) for x in (".", "integrations", "comm/programs"))
+sys.path.extend(str(Path(__file__).resolve().parents[2] / x) for x in (".", "integrations", "training/programs"))
 
 import accelerate
 import gather_across_devices
@@ -19,37 +17,14 @@ import lightning
 import torch
 import torch.distributed as dist
 import train_towers
+from chunked_graphs import worst
 from engines import say
 from recipes import Batches, recipe
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from train_towers import SHARDS, Towers, expected, gradients, worst
+from train_towers import CHUNK, Towers, calls, counted
 
 from contrastile.integrations.open_clip import ChunkedModel
-
-calls: list[int] = []
-
-
-class Pair(Towers):
-    """Towers without the bias, which a CLIP loss does not take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logit_bias.requires_grad_(False)
-
-    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        return super().forward(images, texts)[:3]
-
-
-def count(model: DistributedDataParallel) -> None:
-    """Count the reductions of DDP, which has one bucket here."""
-
-    def hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        calls.append(1)
-        sent = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
-        return sent.get_future().then(lambda done: done.value()[0])
-
-    model.register_comm_hook(None, hook)
 
 
 class Keep(torch.optim.SGD):
@@ -63,12 +38,12 @@ class Keep(torch.optim.SGD):
 
 
 def by_lightning(pair: nn.Module, inputs: Any) -> None:
-    module = recipe("Lightning")["CachedOnSeveral"](pair, 4)
+    module = recipe("Lightning")["CachedOnSeveral"](pair, CHUNK)
     module.configure_optimizers = lambda: Keep(pair.parameters())
 
     class Counting(lightning.Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            count(trainer.strategy.model)
+            counted(trainer.strategy.model)
 
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = lightning.Trainer(
@@ -87,22 +62,19 @@ def by_accelerate(pair: nn.Module, inputs: Any) -> None:
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     prepare = accelerator.prepare
 
-    def counted(*given: Any) -> Any:
+    def prepared(*given: Any) -> Any:
         model, *rest = prepare(*given)
-        count(model)
-        return model, *rest
+        return counted(model), *rest
 
-    accelerator.prepare = counted
-    recipe("accelerate")["train"](accelerator, pair, Keep(pair.parameters()), [inputs, inputs], 4)
+    accelerator.prepare = prepared
+    recipe("accelerate")["train"](accelerator, pair, Keep(pair.parameters()), [inputs, inputs], CHUNK)
 
 
 def by_open_clip(pair: nn.Module, inputs: Any) -> None:
     """ChunkedModel of DDP."""
-    ddp = DistributedDataParallel(pair)
-    count(ddp)
-    model = ChunkedModel(ddp, 4)
+    model = ChunkedModel(counted(DistributedDataParallel(pair)), CHUNK)
     assert model.module is pair
-    train_towers.clip((*model(*inputs), None)).backward()
+    train_towers.clip(*model(*inputs)).backward()
 
 
 TRAINERS: dict[str, Callable[[nn.Module, Any], None]] = {
@@ -117,17 +89,12 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    shards = SHARDS[size]
-    start = sum(shards[:rank])
-    inputs = tuple(torch.tensor(x[start : start + shards[rank]]) for x in (train_towers.IMAGES, train_towers.TEXTS))
-    exact = expected("clip", 1.0, shards)[:-1]
+    rank, inputs, exact = dist.get_rank(), train_towers.given(), train_towers.expected()
     for name, train in TRAINERS.items():
         calls.clear()
-        pair = Pair()
+        pair = Towers()
         train(pair, inputs)
-        pair.logit_bias.grad = torch.zeros_like(pair.logit_bias)
-        say(rank, f"{name} {len(calls)}: {worst(gradients(pair)[:-1], exact):.3g}")
+        say(rank, f"{name} {len(calls)}: {worst(train_towers.gradients(pair), exact):.3g}")
     for name, ratio in gather_across_devices.trials():
         say(rank, f"{name}: {ratio:.3g}")
     dist.destroy_process_group()

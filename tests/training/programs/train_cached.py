@@ -1,36 +1,27 @@
-"""Cached steps under DDP and FSDP2: the gradients of the one global loss, and one reduction per step.
+"""Cached steps under DDP and FSDP2: the gradients of the one global loss, and one reduction per step."""
 
-The towers, their few-bit inputs and the bounds are those of ``train_towers``, whose sums over the batch may be taken in
-any order: in chunks too.
-"""
+from __future__ import annotations
 
-# DDP reads the annotations of a communication hook: they must be types, not text
 import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "comm" / "programs"))
 
 import torch
 import torch.distributed as dist
 import train_towers
+from chunked_graphs import worst
 from engines import say
 from primitives import refusal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from train_towers import SCALE, SHARDS, Towers, expected, worst
+from train_towers import CHUNK, SCALE, SHARDS, Towers, calls, clip, counted, expected
 
 from contrastile import training
 from contrastile.training.sync import Reduction
-
-CHUNK = 4
-NAMES = ["image", "image", "text", "text", "scale", "bias"]
-calls: list[int] = []
 
 
 class Dispatching(Towers):
@@ -45,47 +36,18 @@ class Dispatching(Towers):
         return {"image": self.image, "text": self.text}[name](given[self.order[: len(given)]])
 
 
-def counted(model: DistributedDataParallel) -> DistributedDataParallel:
-    def hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        calls.append(1)
-        sent = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
-        return sent.get_future().then(lambda done: done.value()[0])
-
-    model.register_comm_hook(None, hook)
-    return model
-
-
 def ddp(module: nn.Module, **settings: Any) -> DistributedDataParallel:
     return counted(DistributedDataParallel(module, **settings))
 
 
-def numbers(model: nn.Module) -> tuple[Callable[[], Tensor], ...]:
+def scale_of(model: nn.Module) -> Callable[[], Tensor]:
+    """The scale, from outside of a forward."""
     inner: Any = getattr(model, "module", model)
-    return (lambda: SCALE * inner.logit_scale.exp()), (lambda: 1.0 * inner.logit_bias)
+    return lambda: SCALE * inner.logit_scale.exp()
 
 
 def towers(model: nn.Module) -> tuple[Callable[[Tensor], Tensor], ...]:
     return (lambda x: model(image=x)), (lambda x: model(text=x))
-
-
-def loss(name: str) -> Callable[..., Tensor]:
-    return lambda *features: train_towers.LOSSES[name][0](features)
-
-
-def plain(name: str, inputs: Any, upstream: float = 2.0**16) -> nn.Module:
-    """No cache, and the factor of a gradient scaler."""
-    model = ddp(Towers())
-    (upstream * loss(name)(*model(*inputs))).backward()
-    return divided(model, upstream)
-
-
-def summed(name: str, inputs: Any) -> nn.Module:
-    """No cache, and a trainer that adds the ranks' gradients."""
-    model = Towers()
-    train_towers.LOSSES[name][0](model(*inputs), parameter_reduction="sum").backward()
-    for p in model.parameters():
-        dist.all_reduce(p.grad)
-    return model
 
 
 def divided(model: nn.Module, by: float) -> nn.Module:
@@ -95,53 +57,53 @@ def divided(model: nn.Module, by: float) -> nn.Module:
     return model
 
 
-def together(name: str, inputs: Any) -> nn.Module:
-    """One module for both towers, whose forward gives scale and bias too."""
+def together(inputs: Any) -> nn.Module:
+    """One module for both towers, whose forward gives the scale too."""
     model = ddp(Towers())
-    training.cached_step(model, inputs, loss(name), chunk=CHUNK)
+    training.cached_step(model, inputs, clip, chunk=CHUNK)
     return model
 
 
-def apart(name: str, inputs: Any, **settings: Any) -> nn.Module:
-    """One module that is called for each tower, and scale and bias from outside of its forward."""
+def apart(inputs: Any, **settings: Any) -> nn.Module:
+    """One module that is called for each tower, and the scale from outside of its forward."""
     model = ddp(Dispatching(), **settings)
     # the second step comes after DDP has rebuilt its buckets and broadcast its buffers
     for _ in range(2):
         calls.clear()
         model.zero_grad()
-        training.cached_step(towers(model), inputs, loss(name), scale=numbers(model), chunk=CHUNK)
+        training.cached_step(towers(model), inputs, clip, scale=scale_of(model), chunk=CHUNK)
     return model
 
 
-def through_loss(name: str, inputs: Any) -> nn.Module:
+def through_loss(inputs: Any) -> nn.Module:
     """A surrogate that is scaled, and whose backward calls the second pass."""
     model = ddp(Dispatching())
-    wrapped = training.Cached(loss(name), towers(model), CHUNK)
-    (2.0**16 * wrapped(*inputs, scale=numbers(model))).backward()
+    wrapped = training.Cached(clip, towers(model), CHUNK)
+    (2.0**16 * wrapped(*inputs, scale=scale_of(model))).backward()
     return divided(model, 2.0**16)
 
 
-def by_hand_apart(name: str, inputs: Any) -> nn.Module:
+def by_hand_apart(inputs: Any) -> nn.Module:
     """The two passes, with a scale that learns in the caller's own backward, before DDP listens."""
     model = ddp(Dispatching())
     outputs, replay = training.embed(towers(model), inputs, CHUNK)
-    loss(name)(*outputs, *(number() for number in numbers(model))).backward()
+    clip(*outputs, scale_of(model)()).backward()
     replay()
     return model
 
 
-def one_each(name: str, inputs: Any) -> nn.Module:
+def one_each(inputs: Any) -> nn.Module:
     """A module for each tower."""
     model = Towers()
     pair = ddp(model.image), ddp(model.text)
-    training.cached_step(pair, inputs, loss(name), scale=numbers(model), chunk=CHUNK)
+    training.cached_step(pair, inputs, clip, scale=scale_of(model), chunk=CHUNK)
     return model
 
 
-def later(name: str, inputs: Any) -> nn.Module:
+def later(inputs: Any) -> nn.Module:
     """Accumulated: an outer no_sync is respected, the step after it reduces both."""
     model = ddp(Dispatching())
-    step = functools.partial(training.cached_step, towers(model), inputs, loss(name), scale=numbers(model), chunk=CHUNK)
+    step = functools.partial(training.cached_step, towers(model), inputs, clip, scale=scale_of(model), chunk=CHUNK)
     with model.no_sync():
         step()
         assert not calls
@@ -150,16 +112,16 @@ def later(name: str, inputs: Any) -> nn.Module:
     return divided(model, 2)
 
 
-def unused(name: str, inputs: Any) -> nn.Module:
+def unused(inputs: Any) -> nn.Module:
     module = Towers()
     module.extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     model = ddp(module, find_unused_parameters=True)
-    training.cached_step(model, inputs, loss(name), chunk=CHUNK)
+    training.cached_step(model, inputs, clip, chunk=CHUNK)
     assert module.extra.grad is None
     return model
 
 
-def unused_outside(name: str, inputs: Any) -> nn.Module:
+def unused_outside(inputs: Any) -> nn.Module:
     """DDP looks for unused parameters, and the scale is none that the last forward uses."""
     model = ddp(Towers(), find_unused_parameters=True)
 
@@ -169,7 +131,7 @@ def unused_outside(name: str, inputs: Any) -> nn.Module:
     for _ in range(2):
         calls.clear()
         model.zero_grad()
-        training.cached_step(features, inputs, loss(name), scale=numbers(model), chunk=CHUNK)
+        training.cached_step(features, inputs, clip, scale=scale_of(model), chunk=CHUNK)
     return model
 
 
@@ -181,7 +143,7 @@ class Ending(Towers):
         return found if len(images) else tuple(x.detach() for x in found)
 
 
-def last_frozen(name: str, inputs: Any) -> nn.Module:
+def last_frozen(inputs: Any) -> nn.Module:
     """DDP looks for unused parameters, and finds none in the last chunk; a rank without samples has no other chunk."""
     model = ddp(Ending(), find_unused_parameters=True)
     for _ in range(2):
@@ -190,17 +152,15 @@ def last_frozen(name: str, inputs: Any) -> nn.Module:
         training.cached_step(
             model,
             inputs,
-            loss(name),
-            scale=numbers(model),
+            clip,
+            scale=scale_of(model),
             chunk=CHUNK,
             split=lambda x, size: [*x.split(size), x[:0]],
         )
     return model
 
 
-TRAINERS: dict[str, Callable[[str, Any], nn.Module]] = {
-    "plain": plain,
-    "summed": summed,
+TRAINERS: dict[str, Callable[[Any], nn.Module]] = {
     "together": together,
     "apart": apart,
     "through loss": through_loss,
@@ -219,23 +179,24 @@ def frozen(which: str, inputs: Any, *, sharded: bool) -> float:
     """Called for each tower, of which one is frozen, first or last: one reduction, and the other's gradients."""
     module: Any = Dispatching()
     getattr(module, which).requires_grad_(False)
-    scale: Any = numbers(module)
+    scale: Any = scale_of(module)
     if sharded:
-        mesh, scale = init_device_mesh("cpu", (dist.get_world_size(),)), (SCALE, train_towers.BIAS)
+        mesh, scale = init_device_mesh("cpu", (dist.get_world_size(),)), SCALE
         for tower in (module.image, module.text):
             fully_shard(tower, mesh=mesh)
     model = fully_shard(module, mesh=mesh) if sharded else ddp(module)
     calls.clear()
     with counting() if sharded else nullcontext():
-        training.cached_step(towers(model), inputs, loss("clip"), scale=scale, chunk=CHUNK)
+        training.cached_step(towers(model), inputs, clip, scale=scale, chunk=CHUNK)
     assert len(calls) == 1, calls
-    exact = expected("clip", 1.0, SHARDS[dist.get_world_size()])
-    parameters = [*module.image.parameters(), *module.text.parameters()]
-    numbered = [] if sharded else [module.logit_scale, module.logit_bias]
-    kept = [i for i, name in enumerate(NAMES[: 4 + len(numbered)]) if name != which]
-    found: list[Any] = [(parameters + numbered)[i].grad for i in kept]
-    whole = [x.full_tensor() if sharded else x for x in found]
-    return worst([x.numpy() for x in whole], [exact[i] for i in kept])
+    for x in module.parameters():
+        x.grad = torch.zeros_like(x) if x.grad is None else x.grad
+    exact, found = expected(), train_towers.gradients(model)
+    for i, (name, _) in enumerate(Towers().named_parameters()):
+        if name.startswith((which, *["logit"] * sharded)):
+            # it does not learn
+            exact.gradients[i].zero_()
+    return worst(found, exact)
 
 
 @contextmanager
@@ -256,20 +217,20 @@ def counting() -> Iterator[None]:
         setattr(dist, collective, real)
 
 
-def fsdp(name: str, inputs: Any) -> nn.Module:
+def fsdp(inputs: Any) -> nn.Module:
     model = train_towers.fsdp()
     with counting():
-        training.cached_step(model, inputs, loss(name), chunk=CHUNK)
+        training.cached_step(model, inputs, clip, chunk=CHUNK)
         once = len(calls)
         # again inside of the caller's own accumulation, and then out of it
         model.zero_grad()
         model.set_requires_gradient_sync(False)
-        training.cached_step(model, inputs, loss(name), chunk=CHUNK)
+        training.cached_step(model, inputs, clip, chunk=CHUNK)
         assert len(calls) == once
         model.set_requires_gradient_sync(True)
         feeds = tuple(training.stream(x, CHUNK, "cpu") for x in inputs)
         lengths = [len(feed) for feed in feeds]
-        value = training.Cached(loss(name), model)(*feeds)
+        value = training.Cached(clip, model)(*feeds)
         value.backward()
         # this step had more chunks, where another rank has more samples
         assert [len(feed) for feed in feeds] == lengths
@@ -286,11 +247,11 @@ def refusals(inputs: Any) -> list[str]:
     sharded: Any = train_towers.fsdp()
 
     tries: list[Callable[[], Any]] = [
-        lambda: training.cached_step((around.image, around.text), inputs, loss("clip"), chunk=CHUNK),
-        lambda: training.cached_step(towers(around), inputs, loss("clip"), chunk=CHUNK, sync=around),
-        lambda: training.cached_step(towers(around), inputs, loss("clip"), chunk=CHUNK, sync=inner),
-        lambda: training.cached_step(sharded, inputs, loss("clip"), scale=sharded.logit_scale.exp, chunk=CHUNK),
-        lambda: training.cached_step(static, inputs, loss("clip"), chunk=CHUNK),
+        lambda: training.cached_step((around.image, around.text), inputs, clip, chunk=CHUNK),
+        lambda: training.cached_step(towers(around), inputs, clip, chunk=CHUNK, sync=around),
+        lambda: training.cached_step(towers(around), inputs, clip, chunk=CHUNK, sync=inner),
+        lambda: training.cached_step(sharded, inputs, clip, scale=sharded.logit_scale.exp, chunk=CHUNK),
+        lambda: training.cached_step(static, inputs, clip, chunk=CHUNK),
     ]
     found = [refusal(ValueError, attempt) for attempt in tries]
     for model in (inner, static, sharded):
@@ -317,20 +278,19 @@ def late_refusals(inputs: Any) -> Iterator[str]:
     unused.extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     model = ddp(unused)
     with model.no_sync():
-        training.cached_step(model, inputs, loss("clip"), chunk=CHUNK)
+        training.cached_step(model, inputs, clip, chunk=CHUNK)
     forgetful: Any = Forgetful()
-    for p in (forgetful.logit_scale, forgetful.logit_bias):
-        p.requires_grad_(False)
+    forgetful.logit_scale.requires_grad_(False)
     fully_shard(forgetful, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     apart = Towers()
     tries: list[tuple[Any, Any]] = [
         (model, None),
-        (forgetful, (SCALE, train_towers.BIAS)),
-        ((ddp(apart.image), apart.text), numbers(apart)),
+        (forgetful, SCALE),
+        ((ddp(apart.image), apart.text), scale_of(apart)),
     ]
     for encode, scale in tries:
         how: dict[str, Any] = {"scale": scale, "chunk": CHUNK}
-        yield refusal(RuntimeError, lambda: training.cached_step(encode, inputs, loss("clip"), **how))  # noqa: B023
+        yield refusal(RuntimeError, lambda: training.cached_step(encode, inputs, clip, **how))  # noqa: B023
 
 
 def flags(*models: Any) -> list[bool]:
@@ -346,7 +306,7 @@ def restored(inputs: Any) -> str:
     for model in models:
         failing = Failing(model)
         try:
-            training.cached_step(failing, inputs, loss("clip"), chunk=CHUNK)
+            training.cached_step(failing, inputs, clip, chunk=CHUNK)
         except OSError:
             assert all(flags(*models))
         else:
@@ -369,16 +329,11 @@ class Failing(nn.Module):
 
 def main() -> None:
     dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    shards = SHARDS[size]
-    start = sum(shards[:rank])
-    inputs = tuple(torch.tensor(x[start : start + shards[rank]]) for x in (train_towers.IMAGES, train_towers.TEXTS))
-    for name in train_towers.LOSSES:
-        exact = expected(name, 1.0, shards)
-        for trainer, run in [*TRAINERS.items(), ("fsdp", fsdp)]:
-            calls.clear()
-            found = train_towers.gradients(run(name, inputs))
-            say(rank, f"{trainer} {name} {len(calls)}: {worst(found, exact):.3g}")
+    rank, inputs, exact = dist.get_rank(), train_towers.given(), expected()
+    for trainer, run in [*TRAINERS.items(), ("fsdp", fsdp)]:
+        calls.clear()
+        found = train_towers.gradients(run(inputs))
+        say(rank, f"{trainer} {len(calls)}: {worst(found, exact):.3g}")
     for which in ("image", "text"):
         for sharded in (False, True):
             say(rank, f"frozen {which} {sharded}: {frozen(which, inputs, sharded=sharded):.3g}")

@@ -9,6 +9,9 @@
 
 namespace contrastile {
 
+// Dynamic shared memory of each sm_90a tile kernel, all that a block may have: one block fills a multiprocessor anyhow.
+constexpr int ALL_SHARED = 232448;
+
 // A CUtensorMap by value: a parameter of the sm_90a kernels, ahead of the arguments.
 struct alignas(64) TensorMap {
     unsigned long long words[16];

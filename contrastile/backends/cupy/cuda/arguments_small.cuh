@@ -8,11 +8,10 @@
 
 namespace contrastile {
 
-// A matrix of features or of gradients, any strides.
+// A matrix of features or of gradients, unit stride along rows.
 struct Matrix {
     const void* data;
     long long row_stride;
-    long long column_stride;
 };
 
 // Rows or columns that one block of measure or row_dots takes.
@@ -38,7 +37,7 @@ struct MeasureArguments {
 
 // positive_dots<P>: blocks ceil(max(m, n) / PAIRS), 256 threads.
 struct PositiveDotsArguments {
-    Matrix rows;                 // (m, depth) of P::Type, unit stride along rows, each on a 16-byte boundary
+    Matrix rows;                 // (m, depth) of P::Type, each row on a 16-byte boundary
     Matrix columns;              // (n, depth), likewise
     long long m, n, depth;
     const long long* positives;  // (m,)
@@ -200,19 +199,11 @@ struct PlanSigmoidArguments {
     int half;
 };
 
-// scale_gradient: any number of blocks, 256 threads. x *= gradient_scale, or x /= gradient_scale.
-struct ScaleGradientArguments {
-    float* x;
-    long long rows, columns, row_stride, column_stride;
-    const Plan* plan;
-    int divide;
-};
-
 // scale_cast<In, Out>: any number of blocks, 256 threads.
 struct ScaleCastArguments {
-    Matrix x;             // (rows, columns) of In
-    Matrix out;           // (rows, columns) of Out; may be x itself where In is Out
-    long long rows, columns;
+    const void* x;        // (size,) of In
+    void* out;            // (size,) of Out; may be x itself where In is Out
+    long long size;
     const float* factor;  // 0-d
 };
 

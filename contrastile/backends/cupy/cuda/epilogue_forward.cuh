@@ -11,8 +11,6 @@ namespace contrastile {
 
 // A spread at which no term that is subtracted from its maximum is flushed: 2^-100 is far above 2^-126.
 constexpr float SPREAD = 100.0f;
-// A sum of less than 2^8 terms that is at least this has lost less than 2^-28 of itself to terms flushed under 2^-126.
-constexpr float TRUSTED = 0x1p-90f;
 
 // Sums of four lanes of a row.
 __device__ __forceinline__ float row_total(float x) {
@@ -38,9 +36,6 @@ __device__ __forceinline__ void trade_halves(float (&list)[SIZE], int lane, int 
     }
 }
 
-// The smaller; a NaN stays, which fminf would pass over.
-__device__ __forceinline__ float least_of(float a, float b) { return a < b || a != a ? a : b; }
-
 // First group of the GROUPS / 8 whose columns a lane ends with.
 template <int GROUPS>
 __device__ __forceinline__ int first_group(int lane) {
@@ -49,11 +44,11 @@ __device__ __forceinline__ int first_group(int lane) {
 
 // Sums of 2^(dot scale + shift): one exponential an element, for rows and columns.
 //
-// row: [strip][q]. column: shared, 8 GROUPS floats of this warp. Gives the least of this lane's columns, NaN for NaN.
+// row: [strip][q]. column: shared, 8 GROUPS floats of this warp.
 // Hazard: beside 96 STRIPS accumulators a list of all column sums spills. The first of its three halvings is fused with
 // the exponentials, so that it never holds more than GROUPS values.
 template <int STRIPS, int GROUPS>
-__device__ __forceinline__ float shared_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, float shift, int lane,
+__device__ __forceinline__ void shared_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, float shift, int lane,
                                             float (&row)[STRIPS][2], float* column) {
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s) row[s][0] = row[s][1] = 0.0f;
@@ -80,17 +75,13 @@ __device__ __forceinline__ float shared_sums(const float (&dot)[STRIPS][4 * GROU
     trade_halves<GROUPS / 2>(list, lane, 8);
     trade_halves<GROUPS / 4>(list, lane, 4);
     float* mine = column + 8 * first_group<GROUPS>(lane) + 2 * (lane & 3);
-    float least = list[0];
 #pragma unroll
-    for (int i = 0; i < GROUPS / 8; ++i) {
+    for (int i = 0; i < GROUPS / 8; ++i)
         *reinterpret_cast<float2*>(mine + 8 * i) = make_float2(list[2 * i], list[2 * i + 1]);
-        least = least_of(least, least_of(list[2 * i], list[2 * i + 1]));
-    }
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
         for (int q = 0; q < 2; ++q) row[s][q] = row_total(row[s][q]);
-    return least;
 }
 
 // The same sums, each exponential handed on as it is made, rounded to T: sink(strip, pair, values), values[2 h + q] being
@@ -162,24 +153,6 @@ __device__ __forceinline__ float own_row_sum(const float (&dot)[4 * GROUPS], int
     return row_total(sum);
 }
 
-// The dot of the largest logit of a warp: half of the work of a running maximum for each row and column.
-template <bool RISING, int STRIPS, int GROUPS>
-__device__ __forceinline__ float largest_dot(const float (&dot)[STRIPS][4 * GROUPS]) {
-    constexpr int CHAINS = 4;  // comparisons wait for one another
-    const float sign = RISING ? 1.0f : -1.0f;
-    float top[CHAINS];
-#pragma unroll
-    for (int i = 0; i < CHAINS; ++i) top[i] = dot[0][i];
-#pragma unroll
-    for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-        for (int i = 0; i < 4 * GROUPS; ++i) top[i % CHAINS] = larger(top[i % CHAINS], dot[s][i], sign);
-    float most = larger(larger(top[0], top[1], sign), larger(top[2], top[3], sign), sign);
-#pragma unroll
-    for (int bit = 16; bit > 0; bit /= 2) most = larger(most, across(most, bit), sign);
-    return most;
-}
-
 // Rows and columns each against their own maximum: two exponentials an element. Outputs as guarded_sums.
 template <int STRIPS, int GROUPS>
 __device__ __forceinline__ void own_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, int lane,
@@ -235,8 +208,9 @@ __device__ __forceinline__ void guarded_sums(const float (&dot)[STRIPS][4 * GROU
         high = fmaxf(high, across(high, bit));
         low = fminf(low, across(low, bit));
     }
-    // an infinity or a spread that is not a number fails the comparison
-    if (fabsf(scale) * (high - low) <= SPREAD) {
+    // an infinity or a spread that is not a number fails the comparison. All lanes agree; the compiler is to know it too,
+    // or it spills
+    if (__all_sync(WHOLE_WARP, fabsf(scale) * (high - low) <= SPREAD)) {
         const float top = scale >= 0.0f ? high * scale : low * scale;
         shared_sums<STRIPS, GROUPS>(dot, scale, -top, lane, row, column);
 #pragma unroll
@@ -247,32 +221,6 @@ __device__ __forceinline__ void guarded_sums(const float (&dot)[STRIPS][4 * GROU
         return;
     }
     own_sums<STRIPS, GROUPS>(dot, scale, lane, row, row_reference, column, reference);
-}
-
-// The same with half of the comparisons, where there are registers: the warp's largest logit is tried as the reference.
-// Where every sum comes out large enough to be trusted that is exact; else the warp starts again. NaN is never trusted.
-template <int STRIPS, int GROUPS>
-__device__ __forceinline__ void tried_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, int lane,
-                                           float (&row)[STRIPS][2], float (&row_reference)[STRIPS][2], float* column,
-                                           float* reference) {
-    const float most = scale < 0.0f ? largest_dot<false, STRIPS, GROUPS>(dot) : largest_dot<true, STRIPS, GROUPS>(dot);
-    const float top = most * scale;
-    float least = shared_sums<STRIPS, GROUPS>(dot, scale, -top, lane, row, column);
-#pragma unroll
-    for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-        for (int q = 0; q < 2; ++q) least = least_of(least, row[s][q]);
-    if (!__all_sync(WHOLE_WARP, least >= TRUSTED)) {
-        __syncwarp();  // other lanes write the same columns again
-        own_sums<STRIPS, GROUPS>(dot, scale, lane, row, row_reference, column, reference);
-        return;
-    }
-#pragma unroll
-    for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-        for (int q = 0; q < 2; ++q) row_reference[s][q] = top;
-#pragma unroll
-    for (int i = 0; i < GROUPS / 4; ++i) reference[lane + 32 * i] = top;
 }
 
 // A sum of 2^(x - reference).

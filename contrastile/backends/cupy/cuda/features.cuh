@@ -1,4 +1,4 @@
-// Rows of features with any strides, read by one warp.
+// Rows of features, read by one warp.
 #pragma once
 
 #include "arguments_small.cuh"
@@ -10,14 +10,11 @@ namespace contrastile {
 template <class T>
 struct Row {
     const T* data;
-    long long step;
 
-    __device__ __forceinline__ float at(long long k) const { return widen(data[k * step]); }
+    __device__ __forceinline__ float at(long long k) const { return widen(data[k]); }
 
     // Whether eight features can be read by 16-byte loads.
-    __device__ __forceinline__ bool wide() const {
-        return step == 1 && reinterpret_cast<unsigned long long>(data) % 16 == 0;
-    }
+    __device__ __forceinline__ bool wide() const { return reinterpret_cast<unsigned long long>(data) % 16 == 0; }
 
     __device__ __forceinline__ void eight(long long k, float (&out)[8]) const {
         constexpr int PACK = 16 / sizeof(T);
@@ -35,7 +32,7 @@ struct Row {
 
 template <class T>
 __device__ __forceinline__ Row<T> row_of(const Matrix& x, long long i) {
-    return {static_cast<const T*>(x.data) + i * x.row_stride, x.column_stride};
+    return {static_cast<const T*>(x.data) + i * x.row_stride};
 }
 
 // This lane's share of <a, b>: Sum is float, or double where each eight products are added in float first.

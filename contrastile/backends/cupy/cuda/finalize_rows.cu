@@ -43,9 +43,8 @@ __global__ void __launch_bounds__(256) finalize_rows(const __grid_constant__ Fin
         const Row<float> sums = row_of<float>(a.sums, i);
         const Row<T> features = row_of<T>(a.features, i);
         T* out = const_cast<T*>(static_cast<const T*>(a.out.data)) + i * a.out.row_stride;
-        const bool dense = a.out.column_stride == 1 && reinterpret_cast<unsigned long long>(out) % 16 == 0;
         long long tail = 0;
-        if (sums.wide() && features.wide() && dense) {
+        if (sums.wide() && features.wide() && reinterpret_cast<unsigned long long>(out) % 16 == 0) {
             tail = a.depth / 8 * 8;
 #pragma unroll 2
             for (long long k = 8 * lane; k < tail; k += 256) {
@@ -70,7 +69,7 @@ __global__ void __launch_bounds__(256) finalize_rows(const __grid_constant__ Fin
         for (long long k = tail + lane; k < a.depth; k += 32) {
             const float x = sums.at(k) * unscale;
             inner += x * features.at(k);
-            out[k * a.out.column_stride] = narrow<T>(x * factor);
+            out[k] = narrow<T>(x * factor);
         }
     }
     inner = warp_sum(inner);

@@ -1,12 +1,12 @@
 // Row and column statistics of one chunk of X in one pass over its tiles, for sm_90a.
 //
 // forward_sm90<T, SAFE, MASK>: grid of 2 min(SMs / 2, pairs of tile rows times tile columns) blocks of
-// PIPELINE_THREADS threads, forward_sm90_shared bytes of dynamic shared memory.
+// PIPELINE_THREADS threads, ALL_SHARED bytes of dynamic shared memory.
 // Each tile writes one partial a row and one a column; a fold adds them in the order of the tiles, so the result does
 // not depend on which tile was first.
 //
 // forward_keeping_sm90<T>: the fast path without masks, of both sides, which keeps its exponentials too, rounded to T:
-// (height, width), through a tensor map; 0 for positives. forward_keeping_sm90_shared bytes.
+// (height, width), through a tensor map; 0 for positives.
 #include "epilogue_forward.cuh"
 #include "pair_storage_sm90.cuh"
 #include "slabs.cuh"
@@ -50,7 +50,7 @@ struct ForwardEpilogue {
         const int lane = this->lane();
         float row[STRIPS][2], reference[STRIPS][2];
         if (SAFE)
-            tried_sums<STRIPS, GROUPS>(acc, alpha, lane, row, reference, storage.sums[warp], storage.others[warp]);
+            guarded_sums<STRIPS, GROUPS>(acc, alpha, lane, row, reference, storage.sums[warp], storage.others[warp]);
         else
             shared_sums<STRIPS, GROUPS>(acc, alpha, shift, lane, row, storage.sums[warp]);
         write_sums(row, reference, tile);
@@ -249,12 +249,6 @@ struct KeepingEpilogue : ForwardEpilogue<0, PLAIN> {
 
     __device__ __forceinline__ void end() { Writer(exponentials, slabs, this->lane()).drain(); }
 };
-
-extern "C" __device__ const int forward_sm90_shared =
-    Layout<ForwardEpilogue<1, TARGET>::STAGES, ForwardEpilogue<1, TARGET>::STORAGE_BYTES>::BYTES;
-
-extern "C" __device__ const int forward_keeping_sm90_shared =
-    Layout<KeepingEpilogue<bfloat16>::STAGES, KeepingEpilogue<bfloat16>::STORAGE_BYTES>::BYTES;
 
 template <class T, int SAFE, int MASK>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)

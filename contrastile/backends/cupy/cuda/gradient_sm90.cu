@@ -1,6 +1,6 @@
 // gradient_scale * G of one chunk, rounded once to the features' dtype, for sm_90a.
 //
-// gradient_sm90<T, MASK>: grid and threads as forward_sm90, gradient_sm90_shared bytes of dynamic shared memory.
+// gradient_sm90<T, MASK>: grid, threads and shared memory as forward_sm90.
 // The exponent (epilogue_gradient.cuh) is chosen on the device from the plan. Positives, by index or by ids, have theirs
 // in float32: a warp that has a positive by index runs the same code with one comparison an element.
 #include "epilogue_gradient.cuh"
@@ -102,11 +102,10 @@ struct GradientEpilogue {
     __device__ __forceinline__ void choose_positives(const float (&acc)[STRIPS][PRODUCT_VALUES],
                                                      const Place& tile) const {
         const int lane = consumer_thread() % 32;
-        if (!storage.pairs.touched(arguments.pairs, arguments.chunk, tile, warp, lane)) {
-            if (EXPONENT == SHARED) return write_ahead(acc, tile);
-            return write<EXPONENT, false>(acc, tile);
-        }
-        write<EXPONENT, true, CERTAIN>(acc, tile);
+        if (storage.pairs.touched(arguments.pairs, arguments.chunk, tile, warp, lane))
+            write<EXPONENT, true, CERTAIN>(acc, tile);
+        else
+            write<EXPONENT, false>(acc, tile);
     }
 
     template <int EXPONENT, bool POSITIVES>
@@ -156,56 +155,6 @@ struct GradientEpilogue {
         }
     }
 
-    // The same for nearly all warps: one exponential, no positive. With one warp on a scheduler every latency is paid
-    // in full, so exponentials are a slab ahead of what is made of them, and a slab is sent when the next is half made.
-    __device__ __forceinline__ void write_ahead(const float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) const {
-        const int lane = consumer_thread() % 32, first = 2 * (lane & 3);
-        const Writer writer(g, slabs, lane);
-        float row[STRIPS][2];
-#pragma unroll
-        for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-            for (int q = 0; q < 2; ++q) row[s][q] = storage.row.first[row_in_tile(warp, lane, s, q)];
-        float power[2][4 * SLAB_GROUPS];
-#pragma unroll
-        for (int i = 0; i < 4 * SLAB_GROUPS; ++i) power[0][i] = power_of(acc, 0, i);
-#pragma unroll
-        for (int slab = 0; slab < STRIPS * SLABS; ++slab) {
-            const int s = slab % STRIPS, part = slab / STRIPS;
-            unsigned packed[SLAB_GROUPS / 2][4];
-#pragma unroll
-            for (int two = 0; two < SLAB_GROUPS / 2; ++two) {
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const int g = 2 * two + h;
-                    const float2 column = pair_at(storage.column.first, part * SLAB_GROUPS + g, first);
-#pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        if (slab + 1 < STRIPS * SLABS)
-                            power[(slab + 1) % 2][4 * g + e] = power_of(acc, slab + 1, 4 * g + e);
-#pragma unroll
-                    for (int q = 0; q < 2; ++q) {
-                        const float* two_powers = &power[slab % 2][4 * g + 2 * q];
-                        packed[two][2 * h + q] = narrow_pair<T>(two_powers[0] * (row[s][q] + column.x),
-                                                                two_powers[1] * (row[s][q] + column.y));
-                    }
-                }
-                if (two == 0) continue;
-                if (two == 1) {
-                    if (slab > 0) send(writer, slab - 1, tile);
-                    writer.open();
-                    writer.put(slab, 0, packed[0]);
-                }
-                writer.put(slab, two, packed[two]);
-            }
-        }
-        send(writer, STRIPS * SLABS - 1, tile);
-    }
-
-    __device__ __forceinline__ float power_of(const float (&acc)[STRIPS][PRODUCT_VALUES], int slab, int i) const {
-        return exp2_fast(fmaf(acc[slab % STRIPS][slab / STRIPS * 4 * SLAB_GROUPS + i], alpha, -reference));
-    }
-
     __device__ __forceinline__ void send(const Writer& writer, int slab, const Place& tile) const {
         writer.send(slab, tile.row + 64 * (slab % STRIPS) + 16 * warp, tile.column + slab / STRIPS * SLAB_COLUMNS);
     }
@@ -253,9 +202,6 @@ struct GradientEpilogue {
         low = narrow_pair<T>(value[2], value[3]);
     }
 };
-
-extern "C" __device__ const int gradient_sm90_shared =
-    Layout<GradientEpilogue<bfloat16, DROP>::STAGES, GradientEpilogue<bfloat16, DROP>::STORAGE_BYTES>::BYTES;
 
 template <class T, int MASK>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)

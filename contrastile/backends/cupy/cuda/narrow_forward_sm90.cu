@@ -1,7 +1,7 @@
 // Statistics of the rows of narrow features over all columns, on the fast path, for sm_90a.
 //
 // narrow_forward_sm90<T, MASK>: grid of `blocks` blocks, at most one for each tile, of PIPELINE_THREADS threads,
-// narrow_forward_sm90_shared bytes of dynamic shared memory. Nothing to do where plan->status is 1. Of a tile a thread adds
+// ALL_SHARED bytes of dynamic shared memory. Nothing to do where plan->status is 1. Of a tile a thread adds
 // 32 numbers of each of its rows in float32, and tiles in double: a part is rounded once.
 #include "narrow_sm90.cuh"
 
@@ -143,9 +143,6 @@ struct ForwardConsumer : Consumer<T, MASK, Shared<ColumnIds<MASK>, RowPairs>> {
 };
 
 }  // namespace narrow_rows
-
-extern "C" __device__ const int narrow_forward_sm90_shared =
-    narrow_rows::Shared<narrow_rows::ColumnIds<TARGET>, narrow_rows::RowPairs>::BYTES;
 
 template <class T, int MASK>
 __global__ void __launch_bounds__(PIPELINE_THREADS, 1)

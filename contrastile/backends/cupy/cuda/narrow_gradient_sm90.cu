@@ -2,7 +2,7 @@
 // made in to the tensor cores.
 //
 // narrow_gradient_sm90<T, MASK>: adds G columns to out (or writes it). Grid of `blocks` blocks, at most one for each tile,
-// of PIPELINE_THREADS threads, narrow_gradient_sm90_shared bytes of dynamic shared memory. narrow_join: JOINS blocks for
+// of PIPELINE_THREADS threads, ALL_SHARED bytes of dynamic shared memory. narrow_join: JOINS blocks for
 // each tile row, 256 threads; then out is complete.
 //
 // Columns are multiplied twice from where they lie: with the rows, for the logits, and with G. While the tensor cores work on
@@ -244,9 +244,6 @@ struct GradientConsumer : Consumer<T, MASK, Shared<GradientColumns<MASK>, Gradie
 };
 
 }  // namespace narrow_rows
-
-extern "C" __device__ const int narrow_gradient_sm90_shared =
-    narrow_rows::Shared<narrow_rows::GradientColumns<TARGET>, narrow_rows::GradientRows>::BYTES;
 
 template <class T, int MASK>
 __global__ void __launch_bounds__(PIPELINE_THREADS, 1)

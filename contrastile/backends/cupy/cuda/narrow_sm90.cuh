@@ -65,8 +65,7 @@ struct Shared {
     static constexpr int ROWS_AT = VECTORS_AT + STAGES * sizeof(Columns);
     static constexpr int FULL_AT = ROWS_AT + 2 * sizeof(Rows), EMPTY_AT = FULL_AT + 8 * STAGES;
     static constexpr int ROWS_FULL_AT = EMPTY_AT + 8 * STAGES, ROWS_EMPTY_AT = ROWS_FULL_AT + 16;
-    static constexpr int BYTES = ROWS_EMPTY_AT + 16 + SWIZZLE_ATOM;
-    static_assert(BYTES <= 232448, "more shared memory than a block may have");
+    static_assert(ROWS_EMPTY_AT + 16 + SWIZZLE_ATOM <= ALL_SHARED);
 };
 
 // Tiles of the chunk, and which block has which.

@@ -88,8 +88,8 @@ struct Layout {
     static constexpr int COLUMNS_AT = STAGES * ROWS, STORAGE_AT = COLUMNS_AT + STAGES * COLUMNS;
     static constexpr int BARRIERS_AT = STORAGE_AT + STORAGE_BYTES;
     static constexpr int PLACES_AT = BARRIERS_AT + 2 * STAGES * 8;  // of each consumer: the tile after
-    static constexpr int BYTES = PLACES_AT + 2 * sizeof(Place) + SWIZZLE_ATOM;  // the ring is aligned at run time
-    static_assert(BYTES <= 232448, "more shared memory than a block may have");
+    // the ring is aligned at run time
+    static_assert(PLACES_AT + 2 * sizeof(Place) + SWIZZLE_ATOM <= ALL_SHARED);
 };
 
 // A position in the ring, advanced by whole tiles and by steps.

@@ -3,17 +3,6 @@
 
 namespace contrastile {
 
-// x *= gradient_scale, or x /= gradient_scale: a power of two, so exact both ways unless x under- or overflows.
-extern "C" __global__ void __launch_bounds__(256) scale_gradient(const __grid_constant__ ScaleGradientArguments a) {
-    const float factor = a.plan->gradient_scale;
-    const float by = a.divide ? 1.0f / factor : factor;
-    if (by == 1.0f) return;
-    for (long long i = blockIdx.x; i < a.rows; i += gridDim.x) {
-        float* row = a.x + i * a.row_stride;
-        for (long long k = threadIdx.x; k < a.columns; k += THREADS) row[k * a.column_stride] *= by;
-    }
-}
-
 // out = x factor, the product in float32, rounded once to out's type.
 template <class In, class Out>
 __global__ void __launch_bounds__(256) scale_cast(const __grid_constant__ ScaleCastArguments a) {
@@ -24,14 +13,12 @@ __global__ void __launch_bounds__(256) scale_cast(const __grid_constant__ ScaleC
         In at[4];
     };
     const float factor = *a.factor;
-    const In* x = static_cast<const In*>(a.x.data);
-    Out* out = const_cast<Out*>(static_cast<const Out*>(a.out.data));
-    const long long size = a.rows * a.columns;
+    const In* x = static_cast<const In*>(a.x);
+    Out* out = static_cast<Out*>(a.out);
+    const long long size = a.size;
     const long long thread = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
     const long long threads = static_cast<long long>(gridDim.x) * THREADS;
-    const bool dense = a.x.column_stride == 1 && a.out.column_stride == 1 &&
-                       (a.rows == 1 || (a.x.row_stride == a.columns && a.out.row_stride == a.columns));
-    const bool wide = dense && reinterpret_cast<unsigned long long>(x) % sizeof(FourIn) == 0 &&
+    const bool wide = reinterpret_cast<unsigned long long>(x) % sizeof(FourIn) == 0 &&
                        reinterpret_cast<unsigned long long>(out) % sizeof(Four) == 0;
     const long long packs = wide ? size / 4 : 0;
     for (long long p = thread; p < packs; p += threads) {
@@ -42,9 +29,7 @@ __global__ void __launch_bounds__(256) scale_cast(const __grid_constant__ ScaleC
         reinterpret_cast<Four*>(out)[p] = four;
     }
     for (long long p = 4 * packs + thread; p < size; p += threads) {
-        const long long i = p / a.columns, k = p % a.columns;
-        const float value = widen(x[i * a.x.row_stride + k * a.x.column_stride]) * factor;
-        out[i * a.out.row_stride + k * a.out.column_stride] = narrow<Out>(value);
+        out[p] = narrow<Out>(widen(x[p]) * factor);
     }
 }
 

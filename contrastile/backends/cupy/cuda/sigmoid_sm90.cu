@@ -1,6 +1,6 @@
 // The additive loss of one chunk for sm_90a: row sums of the loss and of its slope, and gradient_scale * G, in one pass.
 //
-// sigmoid_sm90<T, MASK>: grid and threads as forward_sm90, sigmoid_sm90_shared bytes of dynamic shared memory.
+// sigmoid_sm90<T, MASK>: grid, threads and shared memory as forward_sm90.
 // G_ij = -w_i z_ij sigmoid(-z_ij x_ij) over admitted pairs. A warp none of whose pairs is positive or hidden, and none of
 // whose rows is silenced, skips the comparisons.
 #include "epilogue_forward.cuh"
@@ -206,9 +206,6 @@ struct SigmoidEpilogue {
         contrastile::write_rows(row, parts, arguments.part_stride, tile, arguments.chunk.height, warp, lane);
     }
 };
-
-extern "C" __device__ const int sigmoid_sm90_shared =
-    Layout<SigmoidEpilogue<bfloat16, DROP>::STAGES, SigmoidEpilogue<bfloat16, DROP>::STORAGE_BYTES>::BYTES;
 
 template <class T, int MASK>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)

@@ -4,7 +4,7 @@
 // weighted_sm90<ACROSS>: out (height, width) = G features, G_ik = E_ik (line_i + step_k), E in bfloat16. The contraction
 // runs along the rows of E (0: lines are rows, the rows' gradient) or across them (1: lines are columns of E, the
 // columns' gradient). Grid of 2 ceil(height / 256) ceil(width / 256) blocks of PIPELINE_THREADS threads,
-// weighted_sm90_shared bytes of dynamic shared memory.
+// ALL_SHARED bytes of dynamic shared memory.
 //
 // A block makes a tile of 128 lines by 256 columns. Its producer feeds a ring of stages, each one step of 64 of the
 // contraction: 128 x 64 of E, 64 x 256 of the features and 64 factors. Each of two consumers takes 64 lines: it reads its
@@ -29,7 +29,7 @@ constexpr int STAGE_BYTES = BOXES * BOX_BYTES, FACTORS_BYTES = STEP * 4;
 constexpr int FACTORS_AT = STAGES * STAGE_BYTES, FULL_AT = FACTORS_AT + STAGES * FACTORS_BYTES;
 constexpr int EMPTY_AT = FULL_AT + 8 * STAGES;
 
-extern "C" __device__ const int weighted_sm90_shared = EMPTY_AT + 8 * STAGES + SWIZZLE_ATOM;
+static_assert(EMPTY_AT + 8 * STAGES + SWIZZLE_ATOM <= ALL_SHARED);
 
 // Factors of a step while E holds G itself: 1/2 + 1/2 = 1.
 __device__ const struct alignas(16) {
