@@ -96,7 +96,7 @@ def test_only_the_named_fields_are_compared():
 
 
 def test_a_backend_cannot_reach_the_problem():
-    problem = cases.build("ragged", "float64").problem
+    problem = cases.build("ragged", "float64")
     native = materialise(problem, load("numpy"), "float64")
     native.rows[...] = 0.0
     native.columns[0][...] = 0.0
