@@ -54,21 +54,8 @@ _START = 30.0
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from contrastile.verify.losses.ranks import main; main()"
 
 
-@dataclass(frozen=True, slots=True)
-class SharedCase:
-    """A case shared by ranks.
-
-    Attributes:
-        case: the joined batch.
-        shards: rows of each rank.
-    """
-
-    case: LossCase
-    shards: tuple[int, ...]
-
-
-def shared(name: str, claims: Claims, ranks: int) -> SharedCase:
-    """The case of this name for so many ranks.
+def shared(name: str, claims: Claims, ranks: int) -> tuple[LossCase, tuple[int, ...]]:
+    """The case of this name for so many ranks: the joined batch, and the rows of each rank.
 
     Raises:
         ValueError: the loss claims none; the message says which claim is missing.
@@ -83,7 +70,7 @@ def shared(name: str, claims: Claims, ranks: int) -> SharedCase:
     if name != "shards" and len(set(shards)) == 1:
         raise ValueError("batches of different sizes")
     sizes = tuple(rows for rows in shards if rows is not None)
-    return SharedCase(sized(claims, sum(sizes), width, dtype_of(claims)), sizes)
+    return sized(claims, sum(sizes), width, dtype_of(claims)), sizes
 
 
 def dtype_of(claims: Claims) -> str:
@@ -116,14 +103,13 @@ class Ranks:
 
     def check(self, name: str, ranks: int, fields: tuple[str, ...]) -> Comparisons:
         """Compare the fields of one case on so many ranks."""
-        given = shared(name, self.loss.claims, ranks)
+        case, shards = shared(name, self.loss.claims, ranks)
         results = self._results[ranks]
         if isinstance(results, str):
             raise RuntimeError(results)
         found = results[name]
-        exact = allowed.expected(given.case)
-        bound = allowed.allowed(given.case, spread=Spread(given.shards, given.shards))
-        worst = compared(given.case, found, exact, bound, fields)
+        exact = allowed.expected(case)
+        worst = compared(case, found, exact, allowed.allowed(case, spread=Spread(shards, shards)), fields)
         yield _label(ranks, worst, found, exact, fields), worst
 
     @cached_property
@@ -260,19 +246,18 @@ def _as_rank(loss: Loss, rank: int, size: int, folder: Path) -> dict[str, Result
             given = shared(name, loss.claims, size)
         except ValueError:
             continue
-        found[name] = _under_ddp(loss, call, given, rank)
+        found[name] = _under_ddp(loss.claims, call, *given, rank)
     dist.barrier()
     return found
 
 
-def _under_ddp(loss: Loss, call: Any, given: SharedCase, rank: int) -> Result:
+def _under_ddp(claims: Claims, call: Any, case: LossCase, shards: tuple[int, ...], rank: int) -> Result:
     """The mean of the ranks' values, and the parameters' gradients after DDP's mean."""
     import torch
     import torch.distributed as dist
 
-    case, claims = given.case, loss.claims
-    start = sum(given.shards[:rank])
-    own = slice(start, start + given.shards[rank])
+    start = sum(shards[:rank])
+    own = slice(start, start + shards[rank])
 
     class Towers(torch.nn.Module):
         """Its parameters are the features of the joined batch."""
