@@ -14,7 +14,7 @@ import numpy as np
 from contrastile.backends.contract import Array, state_dtype
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
 from contrastile.verify.draws import FAR
-from contrastile.verify.losses.cases import CALLS, HIGH, build, rounded, sized
+from contrastile.verify.losses.cases import CALLS, HIGH, build, rounded
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.properties import (
     ONE_CALL,
@@ -27,14 +27,12 @@ from contrastile.verify.losses.repeating import (
     interleaved,
     leaks,
     numbered,
-    prepared,
     repeats,
     retained,
     rewritten,
     settings,
     threads,
 )
-from contrastile.verify.losses.subject import prepare
 from contrastile.verify.rounding import UNIT, round_to
 from contrastile.verify.trial import SkipError
 from contrastile.verify.truth import Outcome
@@ -48,7 +46,7 @@ def leaves(trial: LossTrial) -> Comparisons:
     case, claims = trial.case, trial.loss.claims
     rows, width = case.arguments.features[0].shape
     # of shapes that no call has had: the first wants least
-    trial = trial.other(sized(claims, claims.batch(rows + 1) or rows, width, case.dtype, case.facts, seed=6))
+    trial = trial.resized(claims.batch(rows + 1) or rows, width, 6)
     given = trial.case.arguments
     count = len(given.features) + len(given.negatives)
     numbers = 1 + (given.bias is not None)
@@ -76,7 +74,7 @@ def leaves(trial: LossTrial) -> Comparisons:
             full = replace(got, rows=rows, columns=tuple(columns), scale=scale, bias=bias, by_autograd=True)
             yield label, trial.compare(full, trial.fields)
     for label, made in _of_other_types().items():
-        call = prepared(trial)
+        call = trial.call()
         for each in (call.leaves, call.numbers):
             each[:] = [made(x.detach()).requires_grad_(x.requires_grad) if hasattr(x, "detach") else x for x in each]
         call.passed = call.leaves
@@ -113,7 +111,7 @@ def numbers(trial: LossTrial) -> Comparisons:
         return
     name, has_default = _fourth(trial.loss.call)
     if name == "bias":
-        call = prepared(trial)
+        call = trial.call()
         named = call.finish(call(lambda *args, **more: trial.loss.call(*args[:-1], bias=args[-1], **more)))
         yield "the bias by its name", trial.compare(named, trial.fields)
     if has_default:
@@ -130,7 +128,7 @@ def _ways(trial: LossTrial, *, whole: bool) -> Iterator[tuple[str, Callable[[flo
     yield "a numpy.float32", np.float32, False
     arrays, case = trial.loss.arrays, trial.case
     state = state_dtype(case.dtype)
-    like = prepare(trial.loss, case.arguments, case.dtype, trial.device).leaves[0]
+    like = trial.call().leaves[0]
     kinds: list[tuple[tuple[int, ...], str]] = [((), state)]
     # beside a tensor of 16 bits a plain computation takes the dtype of one of shape (1,), not of one of shape ()
     if state == case.dtype or case.facts is not None:
@@ -166,7 +164,7 @@ def aliases(trial: LossTrial) -> Comparisons:
     if len(given.features) != 2:
         raise SkipError("has one array of features")
     same = trial.other(replace(case, arguments=replace(given, features=(given.features[0],) * 2)))
-    call = prepared(same)
+    call = same.call()
     call.passed = [call.leaves[0]] * 2
     found = call.finish(call())
     if not found.by_autograd:
@@ -178,12 +176,12 @@ def aliases(trial: LossTrial) -> Comparisons:
             error = np.abs(found.rows - both) if found.rows is not None else np.full(both.shape, np.inf)
             size = bound + UNIT[case.dtype] * (np.abs(both) + bound)
             yield "one tensor twice", Worst(float((error / size).max()), "the gradient", (), float(error.max()), 0.0)
-        call = prepared(same)
+        call = same.call()
         call.passed = [call.leaves[0], call.leaves[0].detach()]
         found = call.finish(call())
         found = replace(found, columns=same.result.columns)
         yield "a tensor and itself detached", same.compare(found, trial.fields)
-    call = prepared(trial)
+    call = trial.call()
     joined = trial.loss.arrays.concat([x.detach() if hasattr(x, "detach") else x for x in call.leaves])
     b = len(given.features[0])
     if claims.by_autograd and claims.feature_gradients:
@@ -213,13 +211,13 @@ def _of_one_storage(trial: LossTrial) -> Comparisons:
     for b, d in sizes:
         width = d if (b, d) == _LARGE else max(b, d)
         base = round_to(np.random.default_rng([b, d]).standard_normal((2 * b, width)) / d**0.5, case.dtype)
-        memory = arrays.asarray(base.copy(), case.dtype, prepared(trial).leaves[0])
+        memory = arrays.asarray(base.copy(), case.dtype, trial.call().leaves[0])
         for label, views in _VIEWS.items():
             expected, given = views(base, b, d), views(memory, b, d)
             if expected[0].shape != expected[1].shape or claims.width(expected[0].shape[1]) != expected[0].shape[1]:
                 continue
             here = trial.other(replace(case, arguments=replace(case.arguments, features=expected)))
-            call = prepared(here)
+            call = here.call()
             for x, leaf in zip(given, call.leaves, strict=True):
                 if getattr(leaf, "requires_grad", False):
                     x.requires_grad_()
@@ -256,7 +254,7 @@ def autocast(trial: LossTrial) -> Comparisons:
         given = replace(rounded(case.arguments, "bfloat16"), scale=2.0)
         narrow = trial.other(replace(case, arguments=given))
         # the second time its signature is known
-        for call in (prepared(narrow), prepared(narrow)):
+        for call in (narrow.call(), narrow.call()):
             found = call.finish(call())
         returned = call.returned[1:] if isinstance(call.returned, tuple | list) else ()
         if any(x is not None and x.dtype != y.dtype for x, y in zip(returned, call.leaves, strict=False)):
@@ -284,7 +282,7 @@ def integers(trial: LossTrial) -> Comparisons:
     given = case.arguments
     for dtype in claims.integers:
         try:
-            trial.loss.arrays.asarray(np.zeros(1, np.int64), dtype, prepared(trial).leaves[0])
+            trial.loss.arrays.asarray(np.zeros(1, np.int64), dtype, trial.call().leaves[0])
         except (AttributeError, TypeError):
             # this version of the library has none
             continue
@@ -340,7 +338,7 @@ def queues(trial: LossTrial) -> Comparisons:
     }
     for label, (negatives, which) in ways.items():
         here = trial.other(replace(case, arguments=replace(case.arguments, negatives=negatives)))
-        call = prepared(here)
+        call = here.call()
         own = call.leaves[call.count :]
         call.passed = [*call.leaves[: call.count], *(own[i] if i >= 0 else call.leaves[1] for i in which)]
         call.sequence = tuple

@@ -204,13 +204,11 @@ def _world(given: tuple[Any, ...], seconds: float, size: int, folder: Path) -> d
         while not context.join(max(0.0, end - time.monotonic())):
             if time.monotonic() > end:
                 return f"the ranks took longer than {seconds:g} s"
-    except multiprocessing.ProcessExitedException as error:
-        return f"rank {error.error_index} {ending(context.processes[error.error_index].exitcode)}"
-    except multiprocessing.ProcessRaisedException:
+    except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException):
         # a rank that is gone was so before those that waited for it raised; the others were then terminated
         codes = {rank: process.exitcode for rank, process in enumerate(context.processes)}
         for rank, code in codes.items():
-            if code not in (None, -signal.SIGTERM) and not (folder / f"error{rank}").exists():
+            if code not in (0, None, -signal.SIGTERM) and not (folder / f"error{rank}").exists():
                 return f"rank {rank} {ending(code)}"
         return min(folder.glob("error*"), key=lambda path: path.stat().st_mtime_ns).read_text()
     finally:
