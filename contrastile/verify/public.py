@@ -61,15 +61,7 @@ def alone(objective: str, subject: Subject, case: str) -> Comparisons:
     Raises:
         SkipError: none is asked for.
     """
-    found = _alone(objective, subject, case)
-    first = next(found, None)
-    if first is None:
-        raise SkipError(f"it has no {case.partition(':')[2]!r}")
-    yield first
-    yield from found
-
-
-def _alone(objective: str, subject: Subject, case: str) -> Comparisons:
+    none = True
     for each, loss, names in interfaces(subject, objective):
 
         def trial(name: str, loss: Loss = loss) -> LossTrial:
@@ -94,18 +86,23 @@ def _alone(objective: str, subject: Subject, case: str) -> Comparisons:
             fields = here.fields if name != "nan" else ["loss"]
             found = here.run(upstream=UPSTREAM) if name in OPTIONS else here.result
             times = UPSTREAM if name in OPTIONS and found.by_autograd else 1.0
+            none = False
             yield f"{loss.name}, {name}", here.compare(found, fields, times)
         for name in names:
             held = OF_A_LOSS[name]
             if held.claim(loss.claims) or not asked(case, f"{loss.name}, {name}"):
                 continue
             try:
-                yield from ((f"{loss.name}, {name}: {what}", worst) for what, worst in held.check(trial(CALLS)))
+                for what, worst in held.check(trial(CALLS)):
+                    none = False
+                    yield f"{loss.name}, {name}: {what}", worst
             except SkipError:
                 # of arguments that this loss has not, or a dtype of 16 bits
                 continue
     if asked(case, "options"):
         yield from options(objective, subject)
+    elif none:
+        raise SkipError(f"it has no {case.partition(':')[2]!r}")
 
 
 @dataclass(frozen=True)
