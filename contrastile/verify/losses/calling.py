@@ -14,25 +14,11 @@ import numpy as np
 from contrastile.backends.contract import Array, state_dtype
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
 from contrastile.verify.draws import FAR
+from contrastile.verify.losses import repeating
 from contrastile.verify.losses.cases import CALLS, HIGH, build, rounded
 from contrastile.verify.losses.claims import Claims
-from contrastile.verify.losses.properties import (
-    ONE_CALL,
-    LossProperty,
-    LossTrial,
-    by_autograd,
-    claimed,
-)
-from contrastile.verify.losses.repeating import (
-    interleaved,
-    leaks,
-    numbered,
-    repeats,
-    retained,
-    rewritten,
-    settings,
-    threads,
-)
+from contrastile.verify.losses.properties import ONE_CALL, LossProperty, LossTrial, by_autograd, claimed
+from contrastile.verify.losses.repeating import numbered
 from contrastile.verify.rounding import UNIT, round_to
 from contrastile.verify.trial import SkipError
 from contrastile.verify.truth import Outcome
@@ -370,17 +356,19 @@ REPEATED = {
     for each in (
         LossProperty("leaves", leaves, CALLS, claim=by_autograd),
         LossProperty("numbers", numbers, CALLS, claim=claimed("numbers", "numbers, or tensors of shape (1,)")),
-        LossProperty("interleaved", interleaved, CALLS),
-        LossProperty("rewritten", rewritten, CALLS),
-        LossProperty("retained", retained, CALLS, claim=_retained),
+        LossProperty("interleaved", repeating.interleaved, CALLS),
+        LossProperty("rewritten", repeating.rewritten, CALLS),
+        LossProperty("retained", repeating.retained, CALLS, claim=_retained),
         LossProperty("aliases", aliases, CALLS),
         LossProperty("autocast", autocast, CALLS, claim=_autocast),
-        LossProperty("settings", settings, CALLS, claim=claimed("deterministic", "the same bits for the same inputs")),
-        LossProperty("repeats", repeats, CALLS),
-        LossProperty("leaks", leaks, CALLS),
+        LossProperty(
+            "settings", repeating.settings, CALLS, claim=claimed("deterministic", "the same bits for the same inputs")
+        ),
+        LossProperty("repeats", repeating.repeats, CALLS),
+        LossProperty("leaks", repeating.leaks, CALLS),
         LossProperty("integers", integers, CALLS, claim=_integers),
         LossProperty("queues", queues, CALLS, claim=claimed("negatives", "negatives")),
-        LossProperty("threads", threads, CALLS),
+        LossProperty("threads", repeating.threads, CALLS),
         LossProperty("refusals", refusals, CALLS, claim=claimed("positives", "positives")),
     )
 }
