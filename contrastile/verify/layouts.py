@@ -111,10 +111,8 @@ class _Relocated:
         return self.add(x, f"a gradient of {x.shape[0]} rows") if axes == 2 else self.read(x, "a weight") if axes else x
 
     def _side(self, side: SideWeights, name: str) -> SideWeights:
-        n, p, weight, target = (
-            self.read(x, f"{name}_{field}") for field, x in zip(side._fields, side[:4], strict=False)
-        )
-        return SideWeights(n, p, weight, target, side.bars)
+        vectors = {each: self.read(getattr(side, each), f"{name}_{each}") for each in side._fields[:4]}
+        return side._replace(**vectors)
 
     def _bits(self, x: Array) -> bytes:
         return bytes(self.arrays.to_numpy(x).tobytes())
