@@ -248,22 +248,18 @@ def options(objective: str, subject: Subject) -> Comparisons:
     recorded = replace(subject, name=f"contrastile.verify.wrapped:recorded@{subject.name}")
     # another call first: nothing of it is asked for again
     plain = of_interface(interface, objective, recorded, subject.backend.arrays.name, "")
-    plain.call(*_numbers(plain, subject))
+    given = build(CALLS, subject.dtype, plain.claims, plain.facts)
+    LossTrial(plain, given, subject.device).call()()
     most = settings.get("block", math.inf)
     for precision in (subject.precision, "auto"):
         settings["precision"] = precision
         loss = of_interface(interface, objective, recorded, subject.backend.arrays.name, "", **settings)
         RECORDED.clear()
-        loss.call(*_numbers(loss, subject))
+        LossTrial(loss, given, subject.device).call()()
         told = {name: x for name, x in settings.items() if name != "block" and x != "auto"}
         asked_for = all(getattr(how, name) == x for _, how in RECORDED for name, x in told.items())
         cut = all(max(block.rows.shape[0], block.columns.shape[0]) <= most for block, _ in RECORDED)
         yield "options", NOTHING if RECORDED and asked_for and cut else wrong("the backend was not told of them")
-
-
-def _numbers(loss: Loss, subject: Subject) -> Sequence[Any]:
-    call = prepare(loss, build(CALLS, subject.dtype, loss.claims, loss.facts).arguments, subject.dtype, subject.device)
-    return *call.leaves, *call.labels, *call.numbers
 
 
 PROPERTIES = (

@@ -21,7 +21,6 @@ from contrastile.verify.losses.properties import ONE_CALL, LossProperty, LossTri
 from contrastile.verify.losses.repeating import numbered
 from contrastile.verify.rounding import UNIT, round_to
 from contrastile.verify.trial import SkipError
-from contrastile.verify.truth import Outcome
 
 _SCALES = HIGH, HIGH - 0.4, 3.0, 0.07, -14.3
 _BIASES = -2.7, -3.1, 2.0, 0.3, -40.1
@@ -158,7 +157,7 @@ def aliases(trial: LossTrial) -> Comparisons:
     else:
         yield "one tensor twice", same.compare(found, ("loss",))
         if claims.feature_gradients:
-            both, bound = _added(same.expected), _added(same.bound)
+            both, bound = (x.rows + x.columns[0] for x in (same.expected, same.bound))
             error = np.abs(found.rows - both) if found.rows is not None else np.full(both.shape, np.inf)
             size = bound + UNIT[case.dtype] * (np.abs(both) + bound)
             yield "one tensor twice", Worst(float((error / size).max()), "the gradient", (), float(error.max()), 0.0)
@@ -219,10 +218,6 @@ _VIEWS: dict[str, Callable[[Array, int, int], tuple[Array, Array]]] = {
     "a transpose and its square": lambda x, b, d: (x[:b, :b].T, x[:b, :b]),
 }
 """Pairs of matrices of b rows in one array."""
-
-
-def _added(x: Outcome) -> Any:
-    return x.rows + x.columns[0]
 
 
 def autocast(trial: LossTrial) -> Comparisons:
