@@ -85,8 +85,9 @@ def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan,
         problem = replace(problem, blocking=blocking)
     dtype = library.dtype(problem.rows)
     if backend == "auto":
+        apart = not problem.placement is problem.row_limits is problem.column_limits is None
         place = library.place(problem.rows) if blocking is None else str(blocking.device)
-        backend = choose(library.name, place, dtype, options.precision, problem.placement is not None)
+        backend = choose(library.name, place, dtype, options.precision, apart)
     return Plan(problem, backend, settled(options, backend, dtype), library), loss
 
 

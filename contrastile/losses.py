@@ -52,6 +52,8 @@ def statistics(
     row_ids: Array | None = None,
     column_ids: Array | None = None,
     ids_are: str = "false_negatives",
+    row_limits: Array | None = None,
+    column_limits: Array | None = None,
     **settings: Unpack[Settings],
 ) -> Statistics:
     """What losses are made of, without the matrix of logits: N, P and D of every row and of every column.
@@ -76,6 +78,9 @@ def statistics(
         column_ids: (n + all negatives,) integers.
         ids_are: what columns with the row's id are: "false_negatives", which are left out if they are not the positive,
             or "positives".
+        row_limits: (m,) floating point, without a gradient: the row's negatives with a larger logit do not count.
+            Not of rows against themselves.
+        column_limits: (n + all negatives,), likewise of the columns.
         **settings: see ``contrastile.plan.Settings``.
 
     Returns:
@@ -97,6 +102,8 @@ def statistics(
         row_ids=row_ids,
         column_ids=column_ids,
         ids_are=ids_are,
+        row_limits=row_limits,
+        column_limits=column_limits,
     )
     m = rows.shape[0]
     of_rows = Side(*found[:, :m])
@@ -114,6 +121,8 @@ def clip_loss(
     weights: Array | None = None,
     label_smoothing: float = 0.0,
     margin: float = 0.0,
+    threshold: float | None = None,
+    threshold_is: str = "absolute",
     **settings: Unpack[Settings],
 ) -> Array:
     """Symmetric image-text loss: the mean of the two directions' InfoNCE (Inf-CL Eq. 1 both ways; DisCo Eq. 1 halved).
@@ -133,6 +142,10 @@ def clip_loss(
         label_smoothing: 0..1, the share of the target that is spread over all columns, as in
             ``torch.nn.functional.cross_entropy``; not with false negatives, a margin or ``sum_positives="inside"``.
         margin: what the positives' dot products are lowered by before the scale multiplies them (CosFace Eq. 4).
+        threshold: leave out negatives whose dot product exceeds that of their row's positive, or of their column's in
+            the other direction, by more than this: they are likely false ones (Qwen3-Embedding: 0.1). It may be
+            negative; no gradient flows through the comparison. Not with label smoothing or ``ids_are="positives"``.
+        threshold_is: "absolute", or "relative": then a share of the positive's dot product (NV-Retriever: -0.05).
         **settings: how to compute it, and with whom: see ``contrastile.plan.Settings``.
 
     Returns:
@@ -149,7 +162,7 @@ def clip_loss(
         RuntimeError: forward mode, ``torch.func.vmap`` or a second derivative, which are not defined.
     """
     options: Any = {"ids_are": ids_are, "sum_positives": sum_positives, "weights": weights, "margin": margin}
-    options["label_smoothing"] = label_smoothing
+    options |= {"label_smoothing": label_smoothing, "threshold": threshold, "threshold_is": threshold_is}
     return evaluate(BUILDERS["clip_loss"], settings, image, text, scale, ids=ids, **options)
 
 
@@ -167,6 +180,8 @@ def info_nce(
     weights: Array | None = None,
     label_smoothing: float = 0.0,
     margin: float = 0.0,
+    threshold: float | None = None,
+    threshold_is: str = "absolute",
     **settings: Unpack[Settings],
 ) -> Array:
     """One-direction InfoNCE: each query against all keys and negatives under one log-sum-exp (Inf-CL Eq. 1).
@@ -189,6 +204,8 @@ def info_nce(
         weights: (m,), one for each query: see ``clip_loss``.
         label_smoothing: see ``clip_loss``.
         margin: see ``clip_loss``.
+        threshold: see ``clip_loss``; not with ``positives``.
+        threshold_is: see ``clip_loss``.
         **settings: see ``contrastile.plan.Settings``.
 
     Returns:
@@ -214,6 +231,8 @@ def info_nce(
         weights=weights,
         label_smoothing=label_smoothing,
         margin=margin,
+        threshold=threshold,
+        threshold_is=threshold_is,
     )
 
 

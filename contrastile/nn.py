@@ -23,6 +23,8 @@ _USUAL: dict[str, Any] = {
     "ids_are": "false_negatives",
     "sum_positives": "outside",
     "label_smoothing": 0.0,
+    "threshold": None,
+    "threshold_is": "absolute",
     "margin": 0.0,
     **DEFAULTS,
 }
@@ -135,7 +137,7 @@ class ClipLoss(_Loss):
         rank: checked against the group, unless it is 0.
         world_size: more than 1 means the default group of torch.distributed, where ``group`` is None.
         use_horovod: must be False.
-        ids_are, sum_positives, label_smoothing, margin: see ``contrastile.clip_loss``.
+        ids_are, sum_positives, label_smoothing, margin, threshold, threshold_is: see ``contrastile.clip_loss``.
         **settings: see ``contrastile.plan.Settings``; ``parameter_reduction="mean"`` is right under DDP and FSDP.
 
     Raises:
@@ -156,6 +158,8 @@ class ClipLoss(_Loss):
         sum_positives: str = "outside",
         label_smoothing: float = 0.0,
         margin: float = 0.0,
+        threshold: float | None = None,
+        threshold_is: str = "absolute",
         **settings: Unpack[Settings],
     ) -> None:
         if use_horovod:
@@ -163,7 +167,8 @@ class ClipLoss(_Loss):
                 "use_horovod must be False, got True; give group= an mpi4py communicator, or a torch.distributed group"
             )
         options = {"ids_are": ids_are, "sum_positives": sum_positives, "label_smoothing": label_smoothing}
-        super().__init__(rank, world_size, {**options, "margin": margin}, **settings)
+        more = {"margin": margin, "threshold": threshold, "threshold_is": threshold_is}
+        super().__init__(rank, world_size, {**options, **more}, **settings)
 
 
 class CoCaLoss(ClipLoss):

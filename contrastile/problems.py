@@ -6,7 +6,6 @@ weights are those of the global loss.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +14,7 @@ from contrastile import validation
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import state_dtype
 from contrastile.backends.objectives import STATISTICS
+from contrastile.forms import form_of, threshold_of
 from contrastile.schedules.handshake import ALONE, Handshake
 from contrastile.schedules.local import Gradients, both_sides
 from contrastile.schedules.problem import EqualPairs, Problem
@@ -45,11 +45,14 @@ def clip(
     weights: Array | None = None,
     label_smoothing: float = 0.0,
     margin: float = 0.0,
+    threshold: float | None = None,
+    threshold_is: str = "absolute",
     world: Handshake = ALONE,
 ) -> LossProblem:
     """Both directions, halved: u = v = 1 / (2b); the positive of row i is column i."""
     check = world.known or validation
-    form, agreed = _form(ids, ids_are, sum_positives, label_smoothing, margin, weights=weights, name="ids")
+    limit = threshold_of(threshold, threshold_is)
+    form, agreed = form_of(ids, ids_are, sum_positives, label_smoothing, margin, limit, weights=weights, name="ids")
     arrays, (rows, columns) = check.features(world.alone, image=image, text=text)
     check.paired("image", image, "text", text, "use info_nce for keys without a query")
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
@@ -59,9 +62,10 @@ def clip(
     pairs = _equal(check, arrays, 0.5 / met.rows, met.start, met.start + m, state, rows)
     weight, target, positives = pairs.weight, pairs.target, pairs.positives
     if weights is not None:
-        weight = _shares(world, arrays, check.weights(weights, m, "pair", arrays, rows), state, 0.5)
+        weight = _shares(world, arrays, check.floats("weights", weights, m, "pair", arrays, rows), state, 0.5)
     if ids_are == "positives":
         target, positives = _reciprocal(arrays, world.count_in(arrays, same, arrays.sorted(same)[0]), state), None
+    limits = None if limit is None else limit.of(arrays, rows, columns, factor)
     problem = Problem(
         rows=rows,
         columns=(columns,),
@@ -75,6 +79,8 @@ def clip(
         column_ids=same,
         placement=met.placement,
         equal=pairs,
+        row_limits=limits,
+        column_limits=limits,
         **form,
     )
     return LossProblem(arrays, problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0])), g.scale))
@@ -94,6 +100,8 @@ def info_nce(
     weights: Array | None = None,
     label_smoothing: float = 0.0,
     margin: float = 0.0,
+    threshold: float | None = None,
+    threshold_is: str = "absolute",
     world: Handshake = ALONE,
 ) -> LossProblem:
     """One direction: u = 1 / m, no column weights; the key and each block of negatives share one log-sum-exp.
@@ -101,7 +109,8 @@ def info_nce(
     Where ids give the positives, u = 1 / (queries that have one).
     """
     check = world.known or validation
-    form, agreed = _form(row_ids, ids_are, sum_positives, label_smoothing, margin, positives, weights)
+    limit = threshold_of(threshold, threshold_is, positives)
+    form, agreed = form_of(row_ids, ids_are, sum_positives, label_smoothing, margin, limit, positives, weights)
     of_ids = ids_are == "positives"
     named = _named(negatives)
     arrays, (rows, *columns) = check.features(world.alone, may_be_empty=named, query=query, key=key, **named)
@@ -128,7 +137,7 @@ def info_nce(
     pairs = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
     weight, target = pairs.weight, pairs.target
     if weights is not None or of_ids:
-        each = None if weights is None else check.weights(weights, m, "query", arrays, rows)
+        each = None if weights is None else check.floats("weights", weights, m, "query", arrays, rows)
         if of_ids:
             count = world.count_in(arrays, rows_of, arrays.sorted(of_columns)[0], of_rows=False)
             target = _reciprocal(arrays, count, state)
@@ -150,6 +159,7 @@ def info_nce(
         column_ids=of_columns,
         placement=met.placement,
         equal=pairs,
+        row_limits=None if limit is None else limit.of(arrays, rows, columns[0], factor),
         **form,
     )
     return LossProblem(arrays, problem, lambda g: (*_like(arrays, (query, key), (g.rows, g.columns[0])), g.scale))
@@ -166,7 +176,7 @@ def nt_xent(
 ) -> LossProblem:
     """The 2b views against themselves, each excluded from its own columns: u = 1 / (2b)."""
     check = world.known or validation
-    form, agreed = _form(None, margin=margin, weights=weights)
+    form, agreed = form_of(None, margin=margin, weights=weights)
     arrays, both = check.features(world.alone, view_a=view_a, view_b=view_b)
     check.paired("view_a", view_a, "view_b", view_b, "give two views of every sample")
     views = arrays.concat(list(both))
@@ -176,7 +186,9 @@ def nt_xent(
     pairs = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + 2 * m, state, views)
     itself, weight = pairs.positives, pairs.weight
     if weights is not None:
-        weight = _shares(world, arrays, arrays.concat([check.weights(weights, m, "sample", arrays, views)] * 2), state)
+        weight = _shares(
+            world, arrays, arrays.concat([check.floats("weights", weights, m, "sample", arrays, views)] * 2), state
+        )
     problem = Problem(
         rows=views,
         columns=(),
@@ -221,7 +233,7 @@ def sup_con(
         found = info_nce(features, keys, scale, **named, world=world)
         return replace(found, pull_back=lambda g: (found.pull_back(g)[0], g.scale))
     check = world.known or validation
-    form, agreed = _form(labels, "positives", sum_positives, margin=margin, weights=weights)
+    form, agreed = form_of(labels, "positives", sum_positives, margin=margin, weights=weights)
     arrays, (rows,) = check.features(world.alone, features=features)
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
     labels = check.integers("labels", labels, m, "sample", arrays, rows)
@@ -235,7 +247,7 @@ def sup_con(
     partners = arrays.cast(count - 1, state)
     counted = arrays.cast(partners > 0, "float64")
     if weights is not None:
-        each = check.weights(weights, m, "sample", arrays, rows)
+        each = check.floats("weights", weights, m, "sample", arrays, rows)
         counted = counted * (each if stay else arrays.take(each, order))
     problem = Problem(
         rows=rows,
@@ -270,7 +282,7 @@ def sigmoid(
 ) -> LossProblem:
     """The additive loss over all pairs, divided by b: u = 1 / b; the positive of row i is column i."""
     check = world.known or validation
-    form, agreed = _form(ids, ids_are, weights=weights, name="ids")
+    form, agreed = form_of(ids, ids_are, weights=weights, name="ids")
     arrays, (rows, columns) = check.features(world.alone, image=image, text=text)
     check.paired("image", image, "text", text, "every image needs its text")
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
@@ -282,7 +294,7 @@ def sigmoid(
     pairs = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
     weight = pairs.weight
     if weights is not None:
-        weight = _shares(world, arrays, check.weights(weights, m, "image", arrays, rows), state)
+        weight = _shares(world, arrays, check.floats("weights", weights, m, "image", arrays, rows), state)
     problem = Problem(
         rows=rows,
         columns=(columns,),
@@ -311,13 +323,17 @@ def statistics(
     row_ids: Array | None = None,
     column_ids: Array | None = None,
     ids_are: str = "false_negatives",
+    row_limits: Array | None = None,
+    column_limits: Array | None = None,
     world: Handshake = ALONE,
 ) -> LossProblem:
     """N, P and D of the rows and of the columns: t = 1 / the number of positives."""
     check, itself = world.known or validation, columns is None
-    form, agreed = _form(row_ids, ids_are, positives=positives)
+    form, agreed = form_of(row_ids, ids_are, positives=positives)
     match = "target" if ids_are == "positives" else "drop"
-    for name, given in (("negatives", negatives), ("column_ids", column_ids), ("positives", positives)):
+    of_others = {"negatives": negatives, "column_ids": column_ids, "positives": positives}
+    of_others |= {"row_limits": row_limits, "column_limits": column_limits}
+    for name, given in of_others.items():
         if itself and given is not None:
             raise ValueError(f"{name} must be None with columns=None, got one; give row_ids, or columns")
     named = {} if itself else {"columns": columns} | _named(negatives)
@@ -325,11 +341,15 @@ def statistics(
     m, n, state = rows.shape[0], sum(x.shape[0] for x in blocks), state_dtype(arrays.dtype(rows))
     factor = check.scalar("scale", scale, arrays, state, rows)
     ids = ids_of_both(check, arrays, rows, "row", (row_ids, m), (row_ids, m) if itself else (column_ids, n))
+    limits = [
+        None if x is None else arrays.cast(check.floats(name, x, size, of, arrays, rows), state)
+        for name, x, size, of in (("row_limits", row_limits, m, "row"), ("column_limits", column_limits, n, "column"))
+    ]
     where = None if positives is None else check.integers("positives", positives, m, "row", arrays, rows)
     if where is None and match == "drop" and not itself:
         check.paired("rows", rows, "columns", blocks[0], "give positives= to say which column is whose")
-    asked = {"positives": where is not None, "ids": ids[0] is not None, **agreed}
-    met = world.meet(arrays, rows, blocks or (rows,), (scale, factor), loss="statistics", **asked)
+    asked = {"positives": where is not None, "ids": ids[0] is not None, "limits": tuple(x is not None for x in limits)}
+    met = world.meet(arrays, rows, blocks or (rows,), (scale, factor), loss="statistics", **asked, **agreed)
     own = arrays.arange(met.start, met.start + m, rows)
     t, over = (arrays.full((size,), 1.0, state, rows) for size in (m, n))
     if match == "target":
@@ -353,6 +373,8 @@ def statistics(
         column_ids=ids[1],
         # what the ranks make of their statistics is differentiated as it stands: no factor
         placement=None if met.placement is None else replace(met.placement, reduction="sum"),
+        row_limits=limits[0],
+        column_limits=limits[1],
         **{**form, "kind": STATISTICS},
     )
     return LossProblem(arrays, problem, lambda g: ())
@@ -400,60 +422,6 @@ def _of_known(
     outside = ((where < least) | (where >= columns)).any()
     nan = arrays.full((), float("nan"), arrays.dtype(scale), scale)
     return scale * arrays.where(outside, nan, 1.0)
-
-
-def _form(
-    ids: Array | None,
-    ids_are: str = "false_negatives",
-    sum_positives: str = "outside",
-    label_smoothing: float = 0.0,
-    margin: float = 0.0,
-    positives: Array | None = None,
-    weights: Array | None = None,
-    name: str = "row_ids",
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What options make of a problem, and those that differ from the default: every rank must have the same.
-
-    Raises:
-        TypeError, ValueError: an option is wrong, or two make no sense together.
-    """
-    if ids_are == "false_negatives" and sum_positives == "outside" and label_smoothing == margin == 0:
-        return {}, {} if weights is None else {"weights": True}
-    match = validation.match(ids_are)
-    if match == "target" and ids is None:
-        raise ValueError(f"{name} must be given with ids_are='positives', got none; give the ids, or leave ids_are out")
-    if match == "target" and positives is not None:
-        raise ValueError("positives must be None with ids_are='positives', got some; the ids say which columns are")
-    if sum_positives not in ("outside", "inside"):
-        raise ValueError(
-            f"sum_positives must be 'outside' or 'inside' of the logarithm, got {sum_positives!r}; leave it out for "
-            "SupCon's L_out"
-        )
-    inside = sum_positives == "inside"
-    if inside and match == "drop":
-        raise ValueError(
-            "sum_positives must be 'outside' for one positive each, got 'inside'; give ids_are='positives'"
-        )
-    smoothing = validation.option("label_smoothing", label_smoothing, 0.0, 1.0) or None
-    if smoothing and inside:
-        raise ValueError(
-            "label_smoothing must be 0 with sum_positives='inside', which has no targets, got both; leave one out"
-        )
-    if smoothing and match == "drop" and ids is not None:
-        raise ValueError(
-            f"label_smoothing must be 0 where {name} leave columns out, got {label_smoothing}: its share of the target "
-            "is for all columns; leave one out, or give ids_are='positives'"
-        )
-    if smoothing and margin:
-        raise ValueError("label_smoothing must be 0 with a margin, got both; leave one out")
-    form = {
-        "kind": "inside" if inside else "softmax",
-        "match": match,
-        "smoothing": smoothing,
-        "margin": validation.option("margin", margin, -sys.float_info.max, sys.float_info.max) or None,
-    }
-    agreed = {"ids_are": ids_are, "sum_positives": sum_positives, "weights": weights is not None}
-    return form, {**agreed, "label_smoothing": smoothing, "margin": form["margin"]}
 
 
 def _shares(world: Handshake, arrays: ArrayLibrary, weights: Array, state: str, whole: float = 1.0) -> Array:

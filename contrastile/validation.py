@@ -174,7 +174,7 @@ class Known:
         """The vector as int64."""
         return arrays.cast(x, dtype="int64")
 
-    def weights(self, x: Array, *given: Any) -> Array:
+    def floats(self, name: str, x: Array, *given: Any) -> Array:
         """The vector as float64."""
         return self.arrays.cast(x, "float64")
 
@@ -258,8 +258,8 @@ def integers(name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, li
     return arrays.cast(x, "int64")
 
 
-def weights(x: Any, length: int, of: str, arrays: ArrayLibrary, like: Array) -> Array:
-    """A vector of ``length`` weights as float64.
+def floats(name: str, x: Any, length: int, of: str, arrays: ArrayLibrary, like: Array) -> Array:
+    """A vector of ``length`` numbers without a gradient, weights or limits, as float64.
 
     Raises:
         TypeError: not an array, or not of floating-point numbers.
@@ -267,10 +267,10 @@ def weights(x: Any, length: int, of: str, arrays: ArrayLibrary, like: Array) -> 
     """
     if not arrays.owns(x) or arrays.dtype(x) not in FLOATS:
         got = arrays.dtype(x) if arrays.owns(x) else type(x).__name__
-        raise TypeError(f"weights must be a floating-point array like the features, got {got}; convert it to float32")
-    _one_for_each("weights", x, length, of, arrays, like)
+        raise TypeError(f"{name} must be a floating-point array like the features, got {got}; convert it to float32")
+    _one_for_each(name, x, length, of, arrays, like)
     if getattr(x, "requires_grad", False):
-        raise ValueError("weights must not require a gradient, got some that do; detach() them")
+        raise ValueError(f"{name} must not require a gradient, got some that do; detach() them")
     return arrays.cast(x, "float64")
 
 
@@ -287,8 +287,8 @@ def _one_for_each(name: str, x: Array, length: int, of: str, arrays: ArrayLibrar
         )
 
 
-def option(name: str, x: Any, least: float, most: float) -> float:
-    """A number that says which loss it is.
+def option(name: str, x: Any, least: float, most: float, default: str = "0") -> float:
+    """A number that says which loss it is; ``default`` is what the argument is where it is left out.
 
     Raises:
         TypeError: not a number.
@@ -297,7 +297,7 @@ def option(name: str, x: Any, least: float, most: float) -> float:
     if not isinstance(x, Real) or isinstance(x, bool):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}; pass a float")
     if not least <= float(x) <= most:
-        raise ValueError(f"{name} must lie in {least:g}..{most:g}, got {x}; leave it out for 0")
+        raise ValueError(f"{name} must lie in {least:g}..{most:g}, got {x}; leave it out for {default}")
     return float(x)
 
 
@@ -343,7 +343,7 @@ def options(tile: Any, precision: Any = "auto", workspace: Any = None, keep: Any
         raise ValueError(
             f"precision must be one of auto, {', '.join(PRECISIONS)}, got {precision!r}; leave it out for float32's own"
         )
-    return Options(_tile(tile), precision, _mebibytes("workspace", workspace), _mebibytes("keep", keep))
+    return Options(_tile(tile), precision, _whole("workspace", workspace), _whole("keep", keep))
 
 
 def blocks(device: Any, block: Any, group: Any) -> tuple[Any, int | None] | None:
@@ -355,16 +355,13 @@ def blocks(device: Any, block: Any, group: Any) -> tuple[Any, int | None] | None
     """
     if device is None and block is None:
         return None
-    if block is not None and (not isinstance(block, Integral) or isinstance(block, bool)):
-        raise TypeError(f"block must be an integer, got {block!r}; pass e.g. block=65536, or None")
-    if block is not None and block < 1:
-        raise ValueError(f"block must be at least 1, got {block!r}; pass e.g. block=65536, or None")
+    block = _whole("block", block, 1, "", 65536)
     if group is not None:
         raise ValueError(
             f"device and block must be left out with a group, got device={device!r} and block={block!r}; each rank "
             "computes where its features are"
         )
-    return None if device is None else _device(device), None if block is None else int(block)
+    return None if device is None else _device(device), block
 
 
 def blocking(
@@ -408,13 +405,13 @@ def _device(given: Any) -> Any:
     return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
-def _mebibytes(name: str, x: Any) -> int | None:
+def _whole(name: str, x: Any, least: int = 0, of: str = " of MiB", example: int = 2048) -> int | None:
     if x is None:
         return None
     if not isinstance(x, Integral) or isinstance(x, bool):
-        raise TypeError(f"{name} must be a whole number of MiB, got {x!r}; pass e.g. {name}=2048, or None")
-    if x < 0:
-        raise ValueError(f"{name} must be 0 MiB or more, got {x!r}; pass e.g. {name}=2048, or None")
+        raise TypeError(f"{name} must be a whole number{of}, got {x!r}; pass e.g. {name}={example}, or None")
+    if x < least:
+        raise ValueError(f"{name} must be at least {least}, got {x!r}; pass e.g. {name}={example}, or None")
     return int(x)
 
 

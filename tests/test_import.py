@@ -25,6 +25,7 @@ LAYERS = [
     {"comm"},
     {"schedules"},
     {"validation"},
+    {"forms"},
     {"problems"},
     {"plan"},
     {"compute"},

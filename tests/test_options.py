@@ -37,6 +37,9 @@ CHOICES: list[tuple[dict[str, Any], named.Options]] = [
     ({"margin": 0.1}, named.Options(margin=0.1)),
     ({"margin": 0.3}, named.Options(margin=0.3)),
     ({}, named.Options()),
+    ({"threshold": -0.2}, named.Options(threshold=-0.2)),
+    ({"threshold": -0.4}, named.Options(threshold=-0.4)),
+    ({"threshold": -0.4, "threshold_is": "relative"}, named.Options(threshold=-0.4, relative=True)),
     ({"label_smoothing": 0.1}, named.Options(smoothing=0.1)),
     ({"label_smoothing": 0.4}, named.Options(smoothing=0.4)),
 ]

@@ -117,6 +117,17 @@ class ArrayLibrary:
         """``sum_ik a_ik b_ik``: products in the wider of the two dtypes, the sum over rows in float64, 0-d."""
         return self.total(self.module.einsum("ik,ik->i", a, b, dtype=self.module.result_type(a, b)))
 
+    def detached(self, x: Array) -> Array:
+        """X without its gradient."""
+        return x
+
+    def row_dots(self, a: Array, b: Array, dtype: str) -> Array:
+        """``sum_k a_ik b_ik``, (m,), in this dtype and without a gradient; chunks bound the temporary."""
+        a, b = self.detached(a), self.detached(b)
+        starts = range(0, max(a.shape[0], 1), 4096)
+        parts = [[self.cast(x[start : start + 4096], dtype) for x in (a, b)] for start in starts]
+        return self.concat([(x * y).sum(1) for x, y in parts])
+
     def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
         """``x * factor`` rounded once to ``dtype``; with ``consume``, x may be overwritten to save memory."""
         return self.module.multiply(x, factor, out=x if consume else None).astype(dtype, copy=False)
@@ -291,6 +302,9 @@ class TorchArrays(ArrayLibrary):
             left, right = (x[start : start + rows] for x in (a, b))
             self.module.sum(left * right, 1, out=sums[start : start + rows])
         return self.total(sums)
+
+    def detached(self, x: Array) -> Array:
+        return x.detach()
 
     def inner_rows(self, width: int, host: bool) -> int:
         """Rows that ``inner`` multiplies at a time: they bound its temporary, which a host's threads keep in cache."""

@@ -63,6 +63,11 @@ class Pairs:
     *admitted* to the log-sum-exps unless, with ``match="drop"``, its ids are equal and it is not positive (a false
     negative). An excluded pair is neither positive nor admitted (a sample against itself).
 
+    Limits are the rows' and the columns' own: a pair that is not positive does not count in its row's sum, nor in the
+    row's part of G, where its logit exceeds the row's limit, and likewise for the column. ``lse`` and ``gradients``
+    compare the same bits, so the same pairs count. Of a NaN logit or limit nothing is left out. The sigmoid loss has
+    none.
+
     Attributes:
         positives: (m,) int64 column of each row's positive; a value outside 0..n-1 means "not in this block". None
             with ``match="target"``: the ids say it all.
@@ -70,6 +75,8 @@ class Pairs:
         row_ids: (m,) int64, given together with column_ids.
         column_ids: (n,) int64.
         match: what equal ids mean, "drop" or "target".
+        row_limits: (m,) logits, state dtype.
+        column_limits: (n,) logits, state dtype; not read where the columns' statistics are not asked for.
     """
 
     positives: Array | None = None
@@ -77,6 +84,8 @@ class Pairs:
     row_ids: Array | None = None
     column_ids: Array | None = None
     match: Match = "drop"
+    row_limits: Array | None = None
+    column_limits: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,11 @@ def supports(block: Block) -> str | None:
     return None
 
 
+def limited(block: Block) -> bool:
+    """Whether the rows or the columns have limits."""
+    return block.pairs.row_limits is not None or block.pairs.column_limits is not None
+
+
 def own_references(dtype: str) -> bool:
     """Whether each tile has its own reference for exponentials, instead of one for the block.
 
@@ -155,6 +160,8 @@ class PairVectors:
         row_ids: (m,) int64.
         column_ids: (n,) int64.
         match: what equal ids mean; None without ids.
+        row_limits: (m,) state dtype.
+        column_limits: (n,) state dtype.
     """
 
     positives: Any
@@ -162,15 +169,17 @@ class PairVectors:
     row_ids: Any
     column_ids: Any
     match: Match | None
+    row_limits: Any
+    column_limits: Any
 
     @staticmethod
     def of(pairs: Pairs, contiguous: Callable[[Any], Any]) -> PairVectors:
         """The vectors of a block's pairs; ``contiguous`` closes the gaps of an array."""
         ids = pairs.row_ids is not None and pairs.column_ids is not None
         positives = pairs.positives if pairs.match == "drop" else None
-        given = (positives, pairs.excluded, pairs.row_ids, pairs.column_ids)
-        positives, excluded, row_ids, column_ids = (None if x is None else contiguous(x) for x in given)
-        return PairVectors(positives, excluded, row_ids, column_ids, pairs.match if ids else None)
+        given = positives, pairs.excluded, pairs.row_ids, pairs.column_ids, pairs.row_limits, pairs.column_limits
+        named, excluded, row_ids, column_ids, *limits = (None if x is None else contiguous(x) for x in given)
+        return PairVectors(named, excluded, row_ids, column_ids, pairs.match if ids else None, *limits)
 
 
 @contextmanager

@@ -303,19 +303,23 @@ class Graphs(Signatures[_Computation]):
 GRAPHS = Graphs()
 
 
+ARRAYS = 10
+"""How many arrays a block has."""
+
+
 def _arrays_of(block: Block) -> list[Any]:
     """The arrays of a block, in the order of ``_rebuilt``."""
     pairs = block.pairs
     return [
         *(block.rows, block.columns, block.scale, block.bias),
-        *(pairs.positives, pairs.excluded, pairs.row_ids, pairs.column_ids),
+        *(pairs.positives, pairs.excluded, pairs.row_ids, pairs.column_ids, pairs.row_limits, pairs.column_limits),
     ]
 
 
 def _rebuilt(arrays: Tensors, block: Block) -> Block:
     """The block with other arrays."""
-    rows, columns, scale, bias, positives, excluded, row_ids, column_ids = arrays[:8]
-    pairs = Pairs(positives, excluded, row_ids, column_ids, block.pairs.match)
+    rows, columns, scale, bias, positives, excluded, row_ids, column_ids, *limits = arrays[:ARRAYS]
+    pairs = Pairs(positives, excluded, row_ids, column_ids, block.pairs.match, *limits)
     return replace(block, rows=rows, columns=columns, scale=scale, bias=bias, pairs=pairs)
 
 
@@ -348,9 +352,9 @@ def replayed(backend: Backend) -> Backend:
 
         def compute(arrays: Tensors) -> Tensors:
             assert backend.finished is not None
-            of_rows, of_columns = arrays[9:13], arrays[13:]
+            factor, of_rows, of_columns = arrays[ARRAYS], arrays[ARRAYS + 1 : ARRAYS + 5], arrays[ARRAYS + 5 :]
             known = Weights(SideWeights(*of_rows), SideWeights(*of_columns) if of_columns else None)
-            found = backend.finished(_rebuilt(arrays, block), known, arrays[8], columns, options)
+            found = backend.finished(_rebuilt(arrays, block), known, factor, columns, options)
             return [found.rows, found.columns, found.inner]
 
         what = backend.name, "finished", columns, options, block.pairs.match, block.symmetric

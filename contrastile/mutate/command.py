@@ -69,18 +69,18 @@ def _run(args: argparse.Namespace) -> int:
         raise CannotRunError(reason)
     with progress(shown=not args.quiet) as advance:
         run = MutationRun(mutants, args.device, args.deadline, args.jobs, advance)
+        complete = True
         try:
             run.all()
         except KeyboardInterrupt:
-            report.show(run.results, quiet=True, complete=False)
-            if args.json is not None:
-                write_json(args.json, report.as_json(run.results, complete=False))
-            raise CannotRunError(f"interrupted after {len(run.results)} of {len(mutants)} mutants") from None
-    if all(result["status"] == "not run" for result in run.results):
+            complete = False
+    if complete and all(result["status"] == "not run" for result in run.results):
         raise CannotRunError(f"nothing ran: {run.results[0]['reason'] if run.results else 'no mutant is selected'}")
     if args.json is not None:
-        write_json(args.json, report.as_json(run.results))
-    report.show(run.results, quiet=args.quiet)
+        write_json(args.json, report.as_json(run.results, complete=complete))
+    report.show(run.results, quiet=args.quiet or not complete, complete=complete)
+    if not complete:
+        raise CannotRunError(f"interrupted after {len(run.results)} of {len(mutants)} mutants")
     return PASS if report.passed(run.results) else FAIL
 
 

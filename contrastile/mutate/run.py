@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -124,15 +124,12 @@ class MutationRun:
     def all(self) -> list[Result]:
         """Run every mutant, and the check that caught it on the correct code.
 
-        If it is interrupted, all processes are killed, and ``results`` has those that are done.
+        If it is interrupted, all processes are killed, and ``results`` has those before the first that was not done.
         """
-        order = {mutant.name: at for at, mutant in enumerate(self.mutants)}
         with ThreadPoolExecutor(self.jobs) as pool:
             try:
-                futures = [pool.submit(self._one, mutant) for mutant in self.mutants]
-                for future in as_completed(futures):
-                    self.results.append(found := future.result())
-                    self.results.sort(key=lambda result: order[result["name"]])
+                for found in pool.map(self._one, self.mutants):
+                    self.results.append(found)
                     self.progress(len(self.results), len(self.mutants), found["name"])
             finally:
                 self._stopped = True

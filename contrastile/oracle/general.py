@@ -80,14 +80,17 @@ def loss(
     v: FloatArray | None,
     y: FloatArray,
     y_c: FloatArray | None,
+    A_c: BoolArray | None = None,
 ) -> float:
     """The loss: sum_i u_i (L_i - sum_j y_ij x_ij) + sum_j v_j (M_j - sum_i y'_ij x_ij).
 
     x, A, y, y_c: (m, n); u: (m,); v: (n,). v and y_c are None together: no column direction.
+    A_c: (m, n), what the columns admit where that is not A.
     """
     total = weighted_sum(u, negative_log_likelihood(x, *split_lse(x, A, y, axis=1), y, axis=1))
     if v is not None and y_c is not None:
-        total += weighted_sum(v, negative_log_likelihood(x, *split_lse(x, A, y_c, axis=0), y_c, axis=0))
+        seen = A if A_c is None else A_c
+        total += weighted_sum(v, negative_log_likelihood(x, *split_lse(x, seen, y_c, axis=0), y_c, axis=0))
     return total
 
 
@@ -99,6 +102,7 @@ def gradient_of_logits(
     v: FloatArray | None,
     y: FloatArray,
     y_c: FloatArray | None,
+    A_c: BoolArray | None = None,
 ) -> FloatArray:
     """G_ij = [ij in A] (u_i exp(x_ij - L_i) + v_j exp(x_ij - M_j)) - u_i y_ij - v_j y'_ij.
 
@@ -106,7 +110,8 @@ def gradient_of_logits(
     """
     G = one_direction(x, A, u, *split_lse(x, A, y, axis=1), y, axis=1)
     if v is not None and y_c is not None:
-        G = G + one_direction(x, A, v, *split_lse(x, A, y_c, axis=0), y_c, axis=0)
+        seen = A if A_c is None else A_c
+        G = G + one_direction(x, seen, v, *split_lse(x, seen, y_c, axis=0), y_c, axis=0)
     return G
 
 

@@ -40,11 +40,16 @@ class Options(NamedTuple):
     inside: whether the sum over the positives is inside of the logarithm (SupCon Eq. 3, L_in), not outside (Eq. 2).
     smoothing: e of (1 - e) y_ij + e / n, the targets of torch's cross_entropy with label_smoothing.
     margin: what the dot products of positives are lowered by (CosFace Eq. 4).
+    threshold: negatives whose dot product exceeds the positive's by more are left out (Qwen3-Embedding, Eq. 2); of the
+        columns, their own positive's.
+    relative: whether the threshold is a share of the positive's dot product (NV-Retriever's percentage).
     """
 
     inside: bool = False
     smoothing: float = 0.0
     margin: float = 0.0
+    threshold: float = np.inf
+    relative: bool = False
 
 
 PLAIN = Options()
@@ -220,10 +225,11 @@ def evaluated(form: Form) -> LossAndGradients:
         G = u[:, None] * gradient_of_sigmoid_logits(x, P, 1.0, A)
         return LossAndGradients(weighted_sum(u, sigmoid_terms(x, P, A).sum(axis=1)), *gradients(q, k, scale, G))
     lowered = np.where(P, options.margin, 0.0)
+    A, A_c = (A & (P | ~(x > limit)) for limit in limits(form))
     x = x - np.reshape(scale, (-1, 1)) * lowered
-    y, y_c = targets(x, P, A, options), targets(x.T, P.T, A.T, options).T
-    G = gradient_of_logits(x, A, u, v, y, y_c)
-    value = loss(x, A, u, v, y, y_c)
+    y, y_c = targets(x, P, A, options), targets(x.T, P.T, A_c.T, options).T
+    G = gradient_of_logits(x, A, u, v, y, y_c, A_c)
+    value = loss(x, A, u, v, y, y_c, A_c)
     if options.inside:
         # L_in is L - P + log |P(i)|, and with y = exp(x - P) this is -sum_j y_ij (log y_ij - log |P(i)|) below L_out
         value += _entropy(y, P, u, axis=1) + (0.0 if v is None else _entropy(y_c, P, v, axis=0))
@@ -235,6 +241,23 @@ def evaluated(form: Form) -> LossAndGradients:
         dz = d.d_rows + d.d_columns
         d = d._replace(d_rows=dz[:first], d_columns=dz[first:])
     return LossAndGradients(value, *d)
+
+
+def limits(form: Form) -> tuple[FloatArray, FloatArray]:
+    """The logits beyond which a negative is left out of its row, (m, 1), and of its column, (1, n); of the threshold.
+
+    Of a row or column with one positive; infinite where it has none. With a scale per row the columns' are (m, n).
+    """
+    x, P, t = logits(form.q, form.k, 1.0), form.pairs.positive(len(form.q), len(form.k)), form.options.threshold
+    found = []
+    for axis in (1, 0):
+        own = np.where(P, x, 0.0).sum(axis=axis, keepdims=True)
+        if np.isfinite(t):
+            own = np.where(P.any(axis=axis, keepdims=True), own * (1 + t) if form.options.relative else own + t, np.inf)
+        else:
+            own = np.full(own.shape, np.inf)
+        found.append(np.reshape(form.scale, (-1, 1)) * own + form.bias)
+    return found[0], found[1]
 
 
 def targets(x: FloatArray, P: BoolArray, A: BoolArray, options: Options) -> FloatArray:

@@ -21,7 +21,7 @@ from typing import Any
 from contrastile.backends.arrays import ArrayLibrary, library_of, transfer
 from contrastile.backends.contract import Array, Backend, Block, Options, SideStatistics, Weights
 from contrastile.schedules import local, triangle
-from contrastile.schedules.problem import Blocking, Problem
+from contrastile.schedules.problem import Blocking, Problem, marks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +146,9 @@ class _Blocks:
                 own, whole = triangle.within(part, row.side.start), slice(0, row.length)
                 yield _StagedBlock(*place, triangle.block(own, whole, whole), starts[k], ends, own)
                 continue
-            ids = None if problem.column_ids is None else problem.column_ids[column.side]
             features = self.inside(self.staging.arrived(columns[slot]))
-            given = features, column.side.start, ids
+            marks = marks_of(problem.marks, column.side)
+            given = features, column.side.start, marks
             block = part.block(*given) if problem.columns else triangle.across(part, *given)
             yield _StagedBlock(*place, block, starts[k], ends, None)
 

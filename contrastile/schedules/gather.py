@@ -31,14 +31,13 @@ from contrastile.schedules.sums import (
 
 def _block(problem: Problem, arrays: ArrayLibrary, kept: Array | None = None) -> Block:
     """This rank's rows against the columns of all ranks; ``kept`` are these, where an earlier pass gathered them."""
-    placement, ids = placed(problem), problem.column_ids
+    placement = placed(problem)
     widths = placement.shards.widths
-    if ids is not None:
-        (ids,) = gathered(placement, arrays, (ids, widths))
+    marks = [None if x is None else gathered(placement, arrays, (x, widths))[0] for x in problem.marks]
     if kept is None:
         (kept,) = gathered(placement, arrays, (arrays.concat(list(problem.columns)), widths))
     # the pairs' numbers are those of the joined columns already
-    return problem.block(kept, 0, ids)
+    return problem.block(kept, 0, marks)
 
 
 @local.ieee

@@ -19,7 +19,7 @@ BLOCK = 65536
 """Rows and columns of a block that a device holds at a time, where nobody says how many: they fill a large GPU for
 several times as long as they travel."""
 
-VECTORS = 8
+VECTORS = 10
 """How many ``Problem.vectors`` there are."""
 
 
@@ -98,6 +98,8 @@ class Problem:
         row_ids: (m,) int64.
         column_ids: (n,) int64, given with row_ids.
         match: what equal ids mean: see ``Pairs``.
+        row_limits: (m,) state dtype: see ``Pairs``. Not of rows against themselves.
+        column_limits: (n,) state dtype, likewise.
         placement: where this rank's part lies in a problem of several ranks, None for a process alone. Rows, columns,
             weights and ids are then this rank's, and positives and excluded count over the columns of all ranks.
         blocking: None where the features are on the device and make one block.
@@ -125,6 +127,8 @@ class Problem:
     equal: EqualPairs | None = None
     margin: float | None = None
     smoothing: float | None = None
+    row_limits: Array | None = None
+    column_limits: Array | None = None
 
     def terms(self, arrays: ArrayLibrary) -> Terms:
         """Which loss of the statistics it is; ``arrays`` is the library of the scale."""
@@ -148,6 +152,7 @@ class Problem:
             and self.kind == "softmax"
             and all(x is None for x in (self.bias, self.excluded, self.row_ids, self.placement, self.blocking))
             and self.margin is self.smoothing is None
+            and self.row_limits is None
             and len(self.columns) == 1
             and self.columns[0].shape[0] == self.rows.shape[0]
         )
@@ -169,7 +174,14 @@ class Problem:
             self.excluded,
             self.row_ids,
             self.column_ids,
+            self.row_limits,
+            self.column_limits,
         )
+
+    @property
+    def marks(self) -> tuple[Array | None, Array | None]:
+        """What goes with the columns to decide which pairs count: their ids and their limits."""
+        return self.column_ids, self.column_limits
 
     def arrays(self) -> tuple[Array | None, ...]:
         """All arrays, None for what is absent: rows, scale, bias, the vectors, the column blocks."""
@@ -177,7 +189,8 @@ class Problem:
 
     def with_arrays(self, arrays: Sequence[Any]) -> Problem:
         """The problem with other arrays, in the order of ``arrays``."""
-        rows, scale, bias, u, t, v, other, positives, excluded, row_ids, column_ids, *columns = arrays
+        rows, scale, bias, u, t, v, other, positives, excluded, row_ids, column_ids, *rest = arrays
+        row_limits, column_limits, *columns = rest
         return Problem(
             rows,
             tuple(columns),
@@ -198,6 +211,8 @@ class Problem:
             self.equal,
             self.margin,
             self.smoothing,
+            row_limits,
+            column_limits,
         )
 
     def for_gradients(self) -> Problem:
@@ -234,6 +249,7 @@ class Problem:
             positives=cut(self.positives),
             excluded=cut(self.excluded),
             row_ids=cut(self.row_ids),
+            row_limits=cut(self.row_limits),
         )
 
     def blocks(self) -> Iterator[tuple[slice, Block]]:
@@ -241,11 +257,11 @@ class Problem:
         start = 0
         for columns in self.columns:
             where = slice(start, start + columns.shape[0])
-            yield where, self.block(columns, start, None if self.column_ids is None else self.column_ids[where])
+            yield where, self.block(columns, start, marks_of(self.marks, where))
             start = where.stop
 
-    def block(self, columns: Array, start: int, column_ids: Array | None) -> Block:
-        """All rows against some columns, of which the first has the number ``start``; these are their ids."""
+    def block(self, columns: Array, start: int, marks: Sequence[Array | None]) -> Block:
+        """All rows against some columns, of which the first has the number ``start``; these are their ``marks``."""
 
         def local(index: Array | None) -> Array | None:
             return index if index is None or start == 0 else index - start
@@ -254,10 +270,17 @@ class Problem:
             positives=local(self.positives),
             excluded=local(self.excluded),
             row_ids=self.row_ids,
-            column_ids=column_ids,
+            column_ids=marks[0],
             match=self.match,
+            row_limits=self.row_limits,
+            column_limits=marks[1],
         )
         return Block(self.rows, columns, self.scale, self.bias, pairs)
+
+
+def marks_of(marks: Sequence[Array | None], where: slice) -> tuple[Array | None, ...]:
+    """The marks of some of the columns."""
+    return tuple(None if x is None else x[where] for x in marks)
 
 
 def convert(problem: Problem, source: ArrayLibrary, target: ArrayLibrary) -> Problem:

@@ -16,7 +16,7 @@ from contrastile.backends.contract import Array, Backend, Block, Options, SideSt
 from contrastile.comm.communicator import Pending
 from contrastile.schedules import local
 from contrastile.schedules.placement import Placement
-from contrastile.schedules.problem import Problem
+from contrastile.schedules.problem import Problem, marks_of
 from contrastile.schedules.sums import finalize_loss, gradients_over_ranks, placed, scaled_weights, summed
 
 
@@ -96,11 +96,11 @@ class RingAccumulator:
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """The shard that a rank holds now: its column blocks, the ids of its columns, and vectors over them."""
+    """The shard that a rank holds now: its column blocks, the marks of its columns, and vectors over them."""
 
     owner: int
     columns: Sequence[Array]
-    ids: Array | None
+    marks: Sequence[Array | None]
     vectors: Sequence[Array]
 
 
@@ -109,27 +109,27 @@ class _Ring:
 
     def __init__(self, problem: Problem, arrays: ArrayLibrary, vectors: Sequence[Array]) -> None:
         self.problem, self.placement, self.arrays = problem, placed(problem), arrays
-        ids = [] if problem.column_ids is None else [problem.column_ids]
-        self.own = [arrays.contiguous(x) for x in (*problem.columns, *ids, *vectors)]
-        self.blocks, self.ids, self.vectors = len(problem.columns), len(ids), len(vectors)
+        marks = [x for x in problem.marks if x is not None]
+        self.own = [arrays.contiguous(x) for x in (*problem.columns, *marks, *vectors)]
+        self.blocks, self.vectors = len(problem.columns), len(marks) + len(vectors)
 
     def sizes(self, rank: int) -> list[int]:
         """The leading sizes of what a rank sends."""
         shards = self.placement.shards
-        return [*shards.columns[rank], *[shards.widths[rank]] * (self.ids + self.vectors)]
+        return [*shards.columns[rank], *[shards.widths[rank]] * self.vectors]
 
     def __iter__(self) -> Iterator[_Shard]:
-        first = self.blocks + self.ids
         for owner, held in visits(self.placement, self.arrays, self.own, self.sizes):
-            ids = held[self.blocks] if self.ids else None
-            yield _Shard(owner, held[: self.blocks], ids, held[first:])
+            vectors = iter(held[self.blocks :])
+            marks = [None if x is None else next(vectors) for x in self.problem.marks]
+            yield _Shard(owner, held[: self.blocks], marks, list(vectors))
 
 
 def _blocks(problem: Problem, placement: Placement, shard: _Shard) -> Iterator[tuple[slice, Block]]:
     """The problem's rows against each block of a shard, with the block's place in that shard."""
     for where, columns in zip(placement.shards.blocks(shard.owner), shard.columns, strict=True):
         start = placement.shards.start(shard.owner) + where.start
-        yield where, problem.block(columns, start, None if shard.ids is None else shard.ids[where])
+        yield where, problem.block(columns, start, marks_of(shard.marks, where))
 
 
 @local.ieee

@@ -25,7 +25,7 @@ from contrastile.backends.contract import (
     Weights,
 )
 from contrastile.schedules import local
-from contrastile.schedules.problem import Problem
+from contrastile.schedules.problem import Problem, marks_of
 
 WORK, TWICE, CPU_ROWS = 1 << 35, 1 << 41, 512
 """On a GPU rows x rows x width up to which nothing is halved, and from which halves are halved again: to compute half
@@ -79,15 +79,15 @@ def places(rows: slice, most: int) -> Iterator[tuple[slice, slice]]:
 def block(problem: Problem, rows: slice, columns: slice) -> Block:
     """Some of the rows against others, or against themselves."""
     part, features = problem.of_rows(rows), problem.rows[columns]
-    ids = None if problem.column_ids is None else problem.column_ids[columns]
+    marks = marks_of(problem.marks, columns)
     if rows != columns:
-        return across(part, features, columns.start, ids)
-    return replace(part.block(features, columns.start, ids), symmetric=True)
+        return across(part, features, columns.start, marks)
+    return replace(part.block(features, columns.start, marks), symmetric=True)
 
 
-def across(problem: Problem, others: Array, start: int, ids: Array | None) -> Block:
+def across(problem: Problem, others: Array, start: int, marks: Sequence[Array | None]) -> Block:
     """The rows against others, of which the first has the number ``start``: a row is excluded from itself alone."""
-    return replace(problem, excluded=None).block(others, start, ids)
+    return replace(problem, excluded=None).block(others, start, marks)
 
 
 def statistics(

@@ -17,7 +17,7 @@ from contrastile.comm import buffers
 from contrastile.comm.communicator import Pending
 from contrastile.schedules import local, triangle
 from contrastile.schedules.placement import Placement
-from contrastile.schedules.problem import Problem
+from contrastile.schedules.problem import Problem, marks_of
 from contrastile.schedules.ring import visits
 from contrastile.schedules.sums import finalize_loss, gathered, gradients_over_ranks, placed, scaled_weights
 
@@ -100,7 +100,7 @@ class _ShardExchange:
         """Rows of this rank against rows of another."""
         part, features = self.problem.of_rows(peer.rows), peer.features[peer.columns]
         start = self.placement.shards.start(peer.owner) + peer.columns.start
-        return triangle.across(part, features, start, None if peer.ids is None else peer.ids[peer.columns])
+        return triangle.across(part, features, start, marks_of((peer.ids, None), peer.columns))
 
     def send_home(self, peer: _PeerBlock, found: Sequence[Array]) -> None:
         """Send what was found of another's rows to it, and take what the rank as far ahead has found of this one's.

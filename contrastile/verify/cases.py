@@ -30,6 +30,7 @@ from contrastile.verify.draws import (
     softmax_problem,
     unit,
     units,
+    with_limits,
     wordnet_pairs,
 )
 from contrastile.verify.rounding import round_to
@@ -128,6 +129,15 @@ def _mostly_diagonal(m: int) -> IntArray:
 def _hot(draw: Draw) -> Problem:
     weights: dict[str, Any] = _signed(draw, 41, 41) | {"positives": np.arange(41)}
     return softmax_problem(*pairs(draw, 41, 72, *TRAINED), 100.0, **weights)
+
+
+def _limits(draw: Draw, scale: float, *, ids: bool = False, two_sided: bool = True) -> Problem:
+    weights = _signed(draw, 33, 47)
+    if not two_sided:
+        del weights["column_weight"]
+    if ids:
+        weights["ids"] = draw.integers(0, 12, 33), draw.integers(0, 12, 47)
+    return with_limits(softmax_problem(*units(draw, 33, 47, 40), scale, **weights))
 
 
 def _staircase(draw: Draw, sign: float) -> Problem:
@@ -301,6 +311,10 @@ CASES: dict[str, Callable[[Draw], Problem]] = {
     "ragged": _of(normals, 33, 47, 40, scale=1.0),
     "square-ragged": _of(units, 41, 41, 72),
     "hot": _hot,
+    "limits": partial(_limits, scale=10.0),
+    "limits-hot": partial(_limits, scale=200.0),
+    "limits-ids": partial(_limits, scale=10.0, ids=True),
+    "limits-rows": partial(_limits, scale=10.0, two_sided=False),
     "all-negative": _of(units, 33, 47, 40, np.abs, -1.0, scale=200.0),
     "opposite": _of(units, 33, 47, 40, lambda x: 1.0 + x / 8, -1.0, scale=100.0),
     "staircase": partial(_staircase, sign=-1.0),
@@ -374,6 +388,10 @@ ABOUT = {
     "ragged": "no side fits a tile; signed weights and random positives tell rows from columns",
     "square-ragged": "41 x 41 x 72: a swap of rows and columns keeps every shape",
     "hot": "pairs of a trained model at scale 100: the probability of the positive is near 1 and G cancels",
+    "limits": "negatives beyond the limits of their rows, and others beyond those of their columns, are left out",
+    "limits-hot": "what is left out is far above all that counts: its exponential overflows",
+    "limits-ids": "limits beside false negatives",
+    "limits-rows": "limits of the rows of a loss of one direction",
     "all-negative": "every logit far below 0 at scale 200: zero padding or a start at 0 would win the maximum",
     "opposite": "every logit near -100, as far below 0 as norms allow: with a reference from norms all terms underflow",
     "staircase": "logits fall along the columns: every later tile is far below the running maximum",

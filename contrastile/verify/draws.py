@@ -108,6 +108,29 @@ def targeted(bare: Problem, row_weight: FloatArray, column_weight: FloatArray | 
     return replace(found, column_weight=round_to(column_weight, "float32"), column_target=column_target)
 
 
+def with_limits(problem: Problem) -> Problem:
+    """The problem with limits that leave out about a third of each row's and of each column's negatives.
+
+    A limit lies in the middle of the widest gap, far from every logit: a rounding moves none across. No number of
+    features must be such that all of a row's logits are alike.
+    """
+    x = float64(problem.scale) * (float64(problem.rows) @ np.concatenate(problem.columns).T)
+    x = x + (0.0 if problem.bias is None else float(problem.bias))
+    limits = [_in_widest_gaps(each) for each in (x, x.T)]
+    return replace(problem, row_limits=limits[0], column_limits=None if problem.column_weight is None else limits[1])
+
+
+def _in_widest_gaps(x: FloatArray) -> FloatArray:
+    """The middle of the widest gap in the upper half of each row, in float32; inf where all are alike."""
+    upper = np.sort(x, axis=1)[:, x.shape[1] // 2 :]
+    if upper.shape[1] < 2:
+        return np.full(len(x), np.inf)
+    gaps = np.diff(upper, axis=1)
+    at = gaps.argmax(axis=1)[:, None]
+    low, gap = (np.take_along_axis(each, at, axis=1)[:, 0] for each in (upper, gaps))
+    return round_to(np.where(gap > 0.02 * np.abs(x).max(axis=1), low + gap / 2, np.inf), "float32")
+
+
 def sigmoid_problem(problem: Problem, bias: float) -> Problem:
     """The sigmoid problem of a softmax problem's features, weights and pairs."""
     bare = replace(problem, column_weight=None, column_target=None, row_target=np.zeros(len(problem.rows)))

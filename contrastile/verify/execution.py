@@ -48,7 +48,7 @@ def materialise(problem: Problem, backend: Backend, dtype: str, device: str = "c
 
 
 _NO_GRADIENTS = local.Gradients(None, (), None, None)
-_STATE = ("scale", "bias", "row_weight", "row_target", "column_weight", "column_target")
+_STATE = ("scale", "bias", "row_weight", "row_target", "column_weight", "column_target", "row_limits", "column_limits")
 _INDICES = ("positives", "excluded", "row_ids", "column_ids")
 
 

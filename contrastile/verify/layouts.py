@@ -92,7 +92,7 @@ class _Relocated:
 
     def block(self, block: Block) -> Block:
         pairs = block.pairs
-        names = ("positives", "excluded", "row_ids", "column_ids")
+        names = ("positives", "excluded", "row_ids", "column_ids", "row_limits", "column_limits")
         moved = {name: self.read(getattr(pairs, name), name) for name in names}
         return replace(
             block,

@@ -121,12 +121,12 @@ def _direction(x: Matrix, side: Direction) -> tuple[Any, Matrix]:
     shifted = seen - np.where(np.isfinite(top), top, 0).astype(state)
     log_sum = np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=state))
     log_softmax = shifted - log_sum
-    # a pair that is not admitted has log_softmax -inf, and no target
-    nll = -np.where(target == 0, 0, target * np.where(admitted, log_softmax, 0)).sum(axis=1, dtype=state)
+    # a pair that is not side.admitted has log_softmax -inf, and no target
+    nll = -np.where(target == 0, 0, target * np.where(side.admitted, log_softmax, 0)).sum(axis=1, dtype=state)
     lse = (np.where(np.isfinite(top), top, 0).astype(state) + log_sum)[:, 0]
     terms = np.where(side.target == 0, lse, nll)
     loss = np.where(side.weight == 0, 0, weight[:, 0] * terms).sum(dtype=state)
-    G = np.where(admitted & (weight != 0), weight * (np.exp(log_softmax) - target), 0)
+    G = np.where(side.admitted & (weight != 0), weight * (np.exp(log_softmax) - target), 0)
     return loss, G.astype(state)
 
 

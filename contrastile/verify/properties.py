@@ -98,7 +98,10 @@ def shift(trial: Trial) -> Comparisons:
     trial.only_small()
     old = 0.0 if trial.problem.bias is None else float(trial.problem.bias)
     # the bias stays a float32
-    yield "bias + 4", trial.subject.compare(replace(trial.problem, bias=float64(np.float32(old + 4.0))))
+    new, p = float64(np.float32(old + 4.0)), trial.problem
+    limits = [None if x is None else x + (new - old) for x in (p.row_limits, p.column_limits)]
+    moved = replace(p, bias=new, row_limits=limits[0], column_limits=limits[1])
+    yield "bias + 4", trial.subject.compare(moved)
 
 
 def split_merge(trial: Trial) -> Comparisons:

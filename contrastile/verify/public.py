@@ -72,6 +72,7 @@ def alone(objective: str, subject: Subject, case: str) -> Comparisons:
             elsewhere = name.endswith("@far") and subject.label != "float32"
             # what is done to many rows at a time is not done in blocks, which would be thousands
             elsewhere = elsewhere or (loss.block is not None and name in OPTIONS and BATCHES[name].rows > _MANY)
+            elsewhere = elsewhere or (name.startswith("threshold") and not subject.takes_limits)
             if name != CALLS and (elsewhere or not concerns(name, "value", None, objective)):
                 continue
             if not asked(case, f"{loss.name}, {name}"):
@@ -142,9 +143,9 @@ def _shared(objective: str, rows: Sequence[int], subject: Subject) -> Iterator[S
     (interface, *_) = OF_ARRAYS
     loss = of_interface(interface, objective, subject, subject.backend.arrays.name, "")
     names = {
-        "clip_loss": (CALLS, "ids@far", "several", "smoothing", "margin"),
+        "clip_loss": (CALLS, "ids@far", "several", "smoothing", "margin", "threshold"),
         "sigmoid_loss": (CALLS, "ids@far", "bias", "several"),
-        "info_nce": (CALLS, "negatives", "positives", "ids", "queue", "own-ids", "smoothing"),
+        "info_nce": (CALLS, "negatives", "positives", "ids", "queue", "own-ids", "smoothing", "threshold"),
         "nt_xent": (CALLS, "margin"),
         "sup_con": ("labels", "inside@labels"),
     }
@@ -157,6 +158,8 @@ def _shared(objective: str, rows: Sequence[int], subject: Subject) -> Iterator[S
         return formed(batch, b, _WIDTH, subject.dtype, loss.claims, loss.facts)
 
     for name in names[objective]:
+        if name == "threshold" and not subject.takes_limits:
+            continue
         here = case(replace(BATCHES.get(name, BATCHES["smoke"]), scale=12.5 if name == CALLS else 37.3))
         more = [shares(len(x), [(3 * rank + 1) % 4 for rank in range(world)]) for x in here.arguments.negatives]
         # of negatives some lie beside their rows, and a queue's parts match no rank's rows

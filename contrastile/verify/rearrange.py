@@ -12,8 +12,8 @@ from contrastile.oracle.arrays import IntArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import Outcome, masks
 
-ROW_VECTORS = ("row_weight", "row_target", "row_ids")
-COLUMN_VECTORS = ("column_weight", "column_target", "column_ids")
+ROW_VECTORS = ("row_weight", "row_target", "row_ids", "row_limits")
+COLUMN_VECTORS = ("column_weight", "column_target", "column_ids", "column_limits")
 POINTERS = ("positives", "excluded")
 
 

@@ -22,7 +22,7 @@ from contrastile.schedules.problem import Problem
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import GRADIENT, Comparisons, Worst, compare
-from contrastile.verify.draws import pairs
+from contrastile.verify.draws import pairs, with_limits
 from contrastile.verify.execution import putter
 from contrastile.verify.rearrange import folded
 from contrastile.verify.rounding import round_to
@@ -34,10 +34,10 @@ from contrastile.verify.worlds import judged
 _M, _N, _WIDTH = 37, 53, 20
 
 
-def _problems(dtype: str) -> Iterator[tuple[str, Problem]]:
-    """Problems of every kind of pairs."""
+def _problems(subject: Subject) -> Iterator[tuple[str, Problem]]:
+    """Problems of every kind of pairs that the backend takes."""
     draw = np.random.default_rng(23)
-    both = [round_to(x, dtype) for x in pairs(draw, _N, _WIDTH)]
+    both = [round_to(x, subject.dtype) for x in pairs(draw, _N, _WIDTH)]
     rows, columns, scale = both[0][:_M], both[1], float64(12.5)
     ids, of_columns, where = draw.integers(0, 9, _M), draw.integers(0, 9, _N), draw.integers(0, _N, _M)
     blocks = (columns[:_M], columns[_M:])
@@ -56,7 +56,9 @@ def _problems(dtype: str) -> Iterator[tuple[str, Problem]]:
         _, positive = masks(made)
         target, over = (target_weights(x).max(axis=1, initial=0.0) for x in (positive, positive.T))
         two_sided = {} if made.excluded is not None else {"column_weight": np.ones(len(over)), "column_target": over}
-        yield kind, replace(made, row_target=target, **two_sided)
+        yield kind, (stated := replace(made, row_target=target, **two_sided))
+        if kind == "as many columns" and subject.takes_limits:
+            yield "limits", with_limits(stated)
 
 
 def bars(trial: Trial) -> Comparisons:
@@ -113,6 +115,8 @@ def _called(problem: Problem, bars: FloatArray, subject: Subject, **settings: An
             x.requires_grad_()
     names = ("positives", "row_ids") if itself else ("positives", "row_ids", "column_ids")
     keywords = {name: put(x, "int64") for name in names if (x := getattr(problem, name)) is not None}
+    limits = ("row_limits", "column_limits") if problem.row_limits is not None else ()
+    keywords |= {name: put(getattr(problem, name), state_dtype(subject.dtype)) for name in limits}
     if problem.match == "target":
         keywords["ids_are"] = "positives"
     found: Any
@@ -141,7 +145,7 @@ def alone(subject: Subject, case: str) -> Comparisons:
     ways: dict[str, dict[str, Any]] = {"": {}, ", a tile of 9": {"tile": 9}}
     if subject.backend.arrays.name == "torch":
         ways[", blocks of 9"] = {"block": 9}
-    for kind, problem in _problems(subject.dtype):
+    for kind, problem in _problems(subject):
         drawn, compared = _expected(problem, subject)
         for way, settings in ways.items():
             if way and kind not in ("ids", "labels"):
@@ -156,7 +160,7 @@ def over_ranks(subject: Subject, case: str) -> Comparisons:
     world = subject.ranks
     weights = [(2 * r + 3) % 5 for r in range(world.size)]
     by_autograd = not (subject.device == "cuda" and world.can_be_late and world.size > 1)
-    for kind, problem in _problems(subject.dtype):
+    for kind, problem in _problems(subject):
         if kind == "blocks":
             continue
         for turn, exchange in enumerate(("ring", "gather", "replicate")):

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from contrastile.backends.contract import Options, UnsupportedProblemError
-from contrastile.oracle.arrays import FloatArray, IntArray, float64
+from contrastile.oracle.arrays import BoolArray, FloatArray, IntArray, float64
+from contrastile.oracle.general import logits
 from contrastile.reporting import one_line
 from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
 from contrastile.verify.comparison import Comparisons, Worst, compare, wrong
-from contrastile.verify.draws import Draw, Pairs, signs, targeted
+from contrastile.verify.draws import Draw, Pairs, signs, targeted, with_limits
 from contrastile.verify.plain import as_it_is, compare_with_plain
 from contrastile.verify.rounding import round_to
-from contrastile.verify.truth import masks, truth
+from contrastile.verify.truth import masks, truth, within
 
 if TYPE_CHECKING:
     from contrastile.verify.trial import Subject
@@ -201,16 +202,21 @@ def problem(seed: int, number: int, dtype: str) -> Drawn:
         row_target=np.zeros(m),
         **pairs[random.integers(0, len(pairs))],
     )
-    admitted, _ = masks(bare)
+    two_sided = kind == "softmax" and not itself and random.random() < 0.5
+    if kind == "softmax" and not itself and random.random() < 0.2:
+        bare = with_limits(replace(bare, column_weight=np.zeros(n) if two_sided else None))
+    admitted, positive = masks(bare)
+    x = logits(rows, columns, bare.scale, 0.0 if bare.bias is None else float(bare.bias))
+    seen = within(admitted, positive, x, bare.row_limits), within(admitted.T, positive.T, x.T, bare.column_limits)
+    counted = [np.asarray(each.any(axis=1)) for each in seen]
     signed = random.random() < 0.5
 
-    def weight(size: int, axis: int) -> FloatArray:
+    def weight(size: int, counts: BoolArray) -> FloatArray:
         each = random.standard_normal(size) * (random.random(size) < 0.75)
         each = each if signed else np.full(size, 1 / max(size, 1))
-        return np.where(admitted.any(axis=axis), each, 0.0)
+        return np.where(counts, each, 0.0)
 
-    two_sided = kind == "softmax" and not itself and random.random() < 0.5
-    whole = targeted(bare, weight(m, 1), weight(n, 0) if two_sided else None)
+    whole = targeted(bare, weight(m, counted[0]), weight(n, counted[1]) if two_sided else None)
     tile = (int(random.integers(1, 20)), int(random.integers(1, 20))) if random.random() < 0.5 else None
     return Drawn(whole, itself, Options(tile=tile), random)
 

@@ -154,6 +154,11 @@ def masks(problem: Problem) -> tuple[BoolArray, BoolArray]:
     return pairs.admitted(m, n), pairs.positive(m, n)
 
 
+def within(admitted: BoolArray, positive: BoolArray, x: FloatArray, limits: FloatArray | None) -> BoolArray:
+    """The admitted pairs without the negatives beyond their limit, (own, other), of logits x and (own,) limits."""
+    return admitted if limits is None else admitted & (positive | ~(x > limits[:, None]))
+
+
 def truth(problem: Problem, upstream: float | FloatArray = 1.0) -> Truth:
     """The problem's truth by the dense equations, column blocks joined.
 
@@ -178,11 +183,13 @@ def truth(problem: Problem, upstream: float | FloatArray = 1.0) -> Truth:
             G = np.where(u[:, None] == 0, 0.0, upstream * u[:, None] * G)
         else:
             bars = np.split(float64(upstream), [len(q)], axis=1) if problem.kind == "statistics" else (None, None)
-            sides = [_direction(problem, x, admitted, positive, problem.row_weight, problem.row_target, bars[0])]
+            mine = within(admitted, positive, x, problem.row_limits)
+            sides = [_direction(problem, x, mine, positive, problem.row_weight, problem.row_target, bars[0])]
             G = _gradient(problem, sides[0], upstream)
             if problem.column_weight is not None and problem.column_target is not None:
+                theirs = within(admitted.T, positive.T, x.T, problem.column_limits)
                 given = problem.column_weight, problem.column_target, bars[1]
-                sides.append(_direction(problem, x.T, admitted.T, positive.T, *given))
+                sides.append(_direction(problem, x.T, theirs, positive.T, *given))
                 G = G + _gradient(problem, sides[1], upstream).T
             statistics = np.concatenate([[s.negative_lse, s.positive_lse, s.spread] for s in sides], axis=1)
             loss = statistics
@@ -259,4 +266,4 @@ def _gradient(problem: Problem, side: Direction, upstream: Any) -> FloatArray:
     beside = 0.0 if problem.kind == "inside" else side.q - target
     G = np.where(positive, beside - side.q * side.negative_mass[:, None], side.p)
     w, moved = ((upstream * each)[:, None] for each in (side.weight, side.smoothed))
-    return np.where(admitted & (w != 0), w * G + moved * (target - 1 / max(G.shape[1], 1)), 0.0)
+    return np.where(side.admitted & (w != 0), w * G + moved * (target - 1 / max(G.shape[1], 1)), 0.0)

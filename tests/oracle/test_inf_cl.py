@@ -21,10 +21,6 @@ def batch(seed: int, b: int, c: int, heat: float = 1.0) -> Problem:
     return Problem(I, T, 1.0, pairs=Pairs(np.arange(b)), u=np.ones(b) / max(b, 1), v=np.zeros(b))
 
 
-def shards(values: np.ndarray, edges: list[int]) -> list[np.ndarray]:
-    return np.split(values, edges)
-
-
 batches = st.builds(
     batch,
     seed=st.integers(0, 2**32 - 1),
@@ -94,7 +90,7 @@ def test_algorithms_2_and_4_are_the_dense_block(p: Problem, t_r: int, t_c: int) 
 @given(p=batches, edges=cuts, t_r=side, t_c=side)
 def test_algorithms_1_and_3_are_the_global_loss_on_any_ring(p: Problem, edges: list[int], t_r: int, t_c: int) -> None:
     """One to six ranks, uneven and empty shards."""
-    I, T = (shards(t, [min(e, len(p.q)) for e in edges]) for t in (p.q, p.k))
+    I, T = (np.split(t, [min(e, len(p.q)) for e in edges]) for t in (p.q, p.k))
     l, ball = inf_cl.ring_forward(I, T, t_r, t_c), general(p)
     assert [len(l_i) for l_i in l] == [len(I_i) for I_i in I]
     assert agrees(np.concatenate(l), ball.row_lse)
@@ -107,7 +103,7 @@ def test_nan_comes_out_of_the_ring() -> None:
     p = batch(2, 6, 3)
     T = p.k.copy()
     T[4, 0] = np.nan
-    I, T = shards(p.q, [1, 3]), shards(T, [1, 3])
+    I, T = np.split(p.q, [1, 3]), np.split(T, [1, 3])
     l = inf_cl.ring_forward(I, T, 2, 2)
     assert np.isnan(np.concatenate(l)).all()
     assert np.isnan(np.concatenate(inf_cl.ring_backward(I, T, l, 2, 2)[0])).all()

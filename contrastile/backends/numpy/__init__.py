@@ -26,7 +26,10 @@ from contrastile.backends.pairs import merged_pairs, pair
 
 
 class Tile(NamedTuple):
-    """Rows (tr, d) against columns (tc, d): places, features, logits and pairs."""
+    """Rows (tr, d) against columns (tc, d): places, features, logits and pairs.
+
+    ``beyond``: which logits exceed their rows' limits, and which their columns'.
+    """
 
     rows: slice
     columns: slice
@@ -35,6 +38,7 @@ class Tile(NamedTuple):
     x: Array
     positive: Array
     admitted: Array
+    beyond: tuple[Array, Array]
 
 
 def tiles(block: Block, options: Options) -> Iterator[Tile]:
@@ -54,7 +58,9 @@ def tiles(block: Block, options: Options) -> Iterator[Tile]:
             named = none if p.positives is None else p.positives[r, None] == here
             positive, dropped = (equal, none) if p.match == "target" else (named, equal)
             positive = positive & ~itself
-            yield Tile(r, c, q, k, x, positive, positive | ~(dropped | itself))
+            over_row = none if p.row_limits is None else x > p.row_limits[r, None]
+            over_column = none if p.column_limits is None else x > p.column_limits[c]
+            yield Tile(r, c, q, k, x, positive, positive | ~(dropped | itself), (over_row, over_column))
 
 
 def merge(state: Array, x: Array, axis: int) -> None:
@@ -75,7 +81,7 @@ def lse(block: Block, columns: bool, options: Options) -> Statistics:
     for t in tiles(block, options):
         for axis, where in ((1, t.rows), (0, t.columns)):
             negatives, positives, sums = sides[1 - axis]
-            others = np.where(t.admitted & ~t.positive, t.x, -np.inf)
+            others = np.where(t.admitted & ~t.positive & ~t.beyond[1 - axis], t.x, -np.inf)
             merge(negatives[where], others, axis)
             merge(positives[where], np.where(t.positive, t.x, -np.inf), axis)
             sums[where, 0] += np.where(t.positive, t.x, 0.0).sum(axis)
@@ -101,14 +107,14 @@ def gradients(
             x = np.where(t.positive, weights.rows.positive_lse[t.rows, None, 0], x)
         g = np.zeros_like(x)
         places = (t.rows, None), t.columns
-        for at, side, each in zip(places, sides, bars, strict=False):
+        for at, side, each, beyond in zip(places, sides, bars, t.beyond, strict=False):
             n, p, target = side.negative_lse[at], side.positive_lse[at], side.target[at]
             by_n, by_p, by_d = (bar[at] for bar in each)
             negatives, q = (np.exp((x - lse[..., 0]) - lse[..., 1]) for lse in (n, p))
             # a lone positive has the target 1: x is P, whatever a product made of it
             q = np.where(target == 1, 1.0, q)
             positive = _product(by_p, q) + _product(by_d, q - target)
-            g += np.where(t.positive, positive, _product(by_n, negatives))
+            g += np.where(t.positive, positive, np.where(beyond, 0.0, _product(by_n, negatives)))
         _add(np.where(t.admitted, g, 0.0), t, row_gradient, column_gradient)
 
 

@@ -19,7 +19,7 @@ from contrastile.backends.contract import Array, Bars, Block, Options, Pairs, Si
 from contrastile.backends.pairs import difference, head, merged_pairs
 from contrastile.backends.torch.accumulators import Accumulators
 from contrastile.backends.torch.kept import Kept
-from contrastile.backends.torch.pairs import BlockPairs, cut
+from contrastile.backends.torch.pairs import BlockPairs, Masks, cut
 from contrastile.backends.torch.products import LOG2_E, Products, converted
 from contrastile.backends.torch.statistics import farthest, shared_reference
 from contrastile.backends.torch.tiles import Tile, primitive, tiles
@@ -69,12 +69,13 @@ def gradients(
     for tile in tiles(block, pairs, products, options, kept, known=kept is not None):
         matched = tile.pairs.matched
         exact = _matched_entries(tile, sides) if certain and matched is not None else None
+        beyond: Masks = tile.pairs.beyond(tile.x) if kept is None else (None, None)
         if kept is not None and shared is not None:
             tile = _from_kept(tile, shared)
         elif shared is not None:
-            _from_shared(tile, shared)
+            _from_shared(tile, shared, beyond)
         else:
-            _from_own(tile, sides)
+            _from_own(tile, sides, beyond)
         if kept is None:
             # after the exponentials: a pair that is not admitted may have overflowed, or be NaN
             tile.pairs.silence(tile.x, 0.0)
@@ -329,13 +330,21 @@ def _near(sides: list[_SideShare], reference: float) -> bool:
     return all(bool(((x >= least) | (x == -math.inf)).all()) for x in negatives)
 
 
-def _from_shared(tile: Tile, shared: _Shared) -> None:
-    """Turn the tile's logits into probabilities times weights, one exponential per element."""
+def _from_shared(tile: Tile, shared: _Shared, beyond: Masks) -> None:
+    """Turn the tile's logits into probabilities times weights, one exponential per element.
+
+    Those that are beyond a side's limits are 0 there: see ``TilePairs.beyond``.
+    """
     if shared.reference != 0.0:
         tile.x.sub_(shared.reference)
     tile.x.exp2_()
     row = cut(shared.coefficients[0], tile.rows)[:, None]
-    if len(shared.coefficients) == 1:
+    if any(x is not None for x in beyond):
+        factors = [row, *(cut(x, tile.columns) for x in shared.coefficients[1:])]
+        # 0 times what has overflowed would be NaN
+        terms = [_left_out(tile.x * factor, where) for factor, where in zip(factors, beyond, strict=False)]
+        tile.x.copy_(terms[0] if len(terms) == 1 else terms[0] + terms[1])
+    elif len(shared.coefficients) == 1:
         tile.x.mul_(row)
     else:
         tile.x.mul_(torch.add(row, cut(shared.coefficients[1], tile.columns), out=tile.spare))
@@ -351,11 +360,18 @@ def _from_kept(tile: Tile, shared: _Shared) -> Tile:
     return tile._replace(x=tile.spare, spare=tile.x if tile.pairs.matched is None else torch.empty_like(tile.x))
 
 
-def _from_own(tile: Tile, sides: list[_SideShare]) -> None:
-    """Turn the tile's logits into probabilities times weights, one exponential per element and side."""
+def _left_out(x: torch.Tensor, where: torch.Tensor | None) -> torch.Tensor:
+    """X, overwritten with 0 there."""
+    return x if where is None else x.masked_fill_(where, 0.0)
+
+
+def _from_own(tile: Tile, sides: list[_SideShare], beyond: Masks) -> None:
+    """The same with one exponential per element and side."""
     if len(sides) == 2:
         _probabilities(tile.x, tile.spare, sides[1], (None, tile.columns))
+        _left_out(tile.spare, beyond[1])
     _probabilities(tile.x, tile.x, sides[0], (tile.rows, None))
+    _left_out(tile.x, beyond[0])
     if len(sides) == 2:
         tile.x.add_(tile.spare)
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 
 from contrastile.backends.contract import Block
+from contrastile.backends.torch.products import LOG2_E
+
+Masks = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Of the pairs of a tile, one for its rows and one for its columns, (tr, tc) bool."""
 
 
 def cut(x: torch.Tensor, where: slice) -> torch.Tensor:
@@ -175,6 +179,8 @@ class TilePairs:
         sync: bool,
     ) -> None:
         self._positive, self._excluded, pairs = positive, excluded, block.pairs
+        self._row_limits = None if pairs.row_limits is None else cut(pairs.row_limits, rows)[:, None]
+        self._column_limits = None if pairs.column_limits is None else cut(pairs.column_limits, columns)
         self._dropped: torch.Tensor | None = None
         self._matched: torch.Tensor | None = None
         if pairs.row_ids is None or pairs.column_ids is None:
@@ -196,6 +202,16 @@ class TilePairs:
             x.masked_fill_(self._dropped, value)
         if self._excluded is not None:
             self._excluded.write(x, value)
+
+    def beyond(self, x: torch.Tensor) -> Masks:
+        """Which pairs that ids do not make positive exceed their row's limit, and which their column's.
+
+        None where there are no limits. x: (tr, tc), base-2 logits.
+        """
+        rows, columns = (None if y is None else x > y * LOG2_E for y in (self._row_limits, self._column_limits))
+        if self._matched is not None:
+            rows, columns = (None if y is None else y.logical_and_(~self._matched) for y in (rows, columns))
+        return rows, columns
 
     def hide_positives(self, x: torch.Tensor, value: float) -> None:
         """Write ``value`` over every positive pair. x: (tr, tc)."""

@@ -43,7 +43,9 @@ def keeping(block: Block, columns: bool, options: Options) -> Statistics:
 
     See ``contract.Backend.keeping``. Memory beyond the result: a tile, and O(m + n) in float64.
     """
-    return _statistics(block, columns, options, Kept.new(block.rows, block.columns, state_of(block.rows)))
+    limited = block.pairs.row_limits is not None or block.pairs.column_limits is not None
+    kept = None if limited else Kept.new(block.rows, block.columns, state_of(block.rows))
+    return _statistics(block, columns, options, kept)
 
 
 def _statistics(block: Block, columns: bool, options: Options, kept: Kept | None) -> Statistics:
@@ -230,6 +232,7 @@ def _shared(
     reference: float | None = None
     for tile in tiles(block, found.pairs, products, options, kept):
         found.take_named(tile)
+        beyond = tile.pairs.beyond(tile.x)
         tile.pairs.silence(tile.x, -math.inf)
         if tile.pairs.matched is None:
             tile.pairs.hide_positives(tile.x, -math.inf)
@@ -246,8 +249,8 @@ def _shared(
                 side.add("positive", tile, positives)
             # what was infinite is NaN now, and its sum is not exact
             negatives = torch.sub(tile.x, positives, out=positives)
-        for side, count in zip(found.sides, counts, strict=False):
-            side.add("negative", tile, negatives)
+        for side, count, left_out in zip(found.sides, counts, beyond, strict=False):
+            side.add("negative", tile, negatives if left_out is None else negatives.masked_fill(left_out, 0.0))
             # the last rows complete these columns: failing here, not at the end, wastes least
             complete = side.dim == 0 and tile.last_rows
             if complete and not _exact(cut(side["negative"], tile.columns), count, products.state, reference):
@@ -300,6 +303,7 @@ def _own(block: Block, columns: bool, options: Options, products: Products) -> _
     for tile in tiles(block, found.pairs, products, options):
         found.take_named(tile)
         found.take_matched(tile, _selection, torch.float64)
+        beyond = tile.pairs.beyond(tile.x)
         matched = tile.pairs.matched
         if matched is not None:
             tile.spare.copy_(tile.x).masked_fill_(~matched, -math.inf)
@@ -308,8 +312,9 @@ def _own(block: Block, columns: bool, options: Options, products: Products) -> _
         # -inf before the maximum: a pair that is not a negative must never be the reference
         tile.pairs.silence(tile.x, -math.inf)
         tile.pairs.hide_positives(tile.x, -math.inf)
-        for side in found.sides:
-            merge(cut(side["negative"], side.of(tile)), _tile_lse(tile.x, side.dim, out=tile.spare))
+        for side, left_out in zip(found.sides, beyond, strict=False):
+            x = tile.x if left_out is None else tile.x.masked_fill(left_out, -math.inf)
+            merge(cut(side["negative"], side.of(tile)), _tile_lse(x, side.dim, out=tile.spare))
     if block.pairs.match != "target":
         # +inf has no softmax
         found.logits.masked_fill_(found.logits == math.inf, math.nan)

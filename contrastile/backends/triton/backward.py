@@ -29,6 +29,8 @@ from contrastile.backends.triton.tiles import (
     TAKEN,
     TARGET,
     WEIGHT,
+    any_beyond,
+    beyond,
     dots,
     pairs,
     place,
@@ -42,7 +44,7 @@ _PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth"]
 @triton.jit(do_not_specialize=_PLAIN)
 def gradient_tiles(
     rows, columns, g, middle, low, plan, row_vectors, column_vectors, excluded, row_ids, column_ids,
-    m, n, row0, column0, height, width, depth,
+    row_limits, column_limits, m, n, row0, column0, height, width, depth,
     TWO_SIDED: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr, RAGGED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     PRECISION: tl.constexpr, DIVIDED: tl.constexpr,
@@ -56,8 +58,8 @@ def gradient_tiles(
     """
     row_tiles, column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
     path = tl.load(plan + ALPHA), tl.load(plan + REFERENCE), tl.load(plan + FAST) != 0.0, tl.load(plan + CERTAIN) != 0.0
-    vectors, masks, chunk = (row_vectors, column_vectors), (None, excluded, row_ids, column_ids), (m, n, row0, column0)
-    to = g, middle, low
+    vectors, chunk = (row_vectors, column_vectors, row_limits, column_limits), (m, n, row0, column0)
+    masks, to = (None, excluded, row_ids, column_ids), (g, middle, low)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
         acc = dots(rows, columns, r * BM, c * BN, depth, BM, BN, BK, PRECISION, DIVIDED)
@@ -77,20 +79,16 @@ def _epilogue(
     IDS: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """G of a tile's part from its dots, stored at (row, column) of the chunk."""
-    alpha, reference, fast, certain = path
-    row_vectors, column_vectors = vectors
+    alpha, _reference, _fast, certain = path
+    row_vectors, column_vectors, row_limits, column_limits = vectors
     m, n, row0, column0 = chunk
     i, j = row0 + row + tl.arange(0, acc.shape[0]), column0 + column + tl.arange(0, acc.shape[1])
-    if fast:
-        factor = _vector(row_vectors, FOLDED, i, m, RAGGED)[:, None]
-        if TWO_SIDED:
-            factor = factor + _vector(column_vectors, FOLDED, j, n, RAGGED)[None, :]
-        value = tl.math.exp2(acc * alpha - reference) * factor
+    if row_limits is None and column_limits is None:
+        value = _admitted(acc, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
+    elif any_beyond(acc, alpha, row_limits, column_limits, i, j, m, n):
+        value = _limited(acc, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
     else:
-        x = rounded(acc, alpha)
-        value = _direction(x, row_vectors, i, m, RAGGED, 1)
-        if TWO_SIDED:
-            value += _direction(x, column_vectors, j, n, RAGGED, 0)
+        value = _admitted(acc, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
     if EXCLUDED or IDS != NO_IDS:  # noqa: SIM102 (decided as it is compiled)
         if touched(i, j, column0 + column, m, n, masks, False, EXCLUDED, IDS):
             positive, admitted = pairs(i, j, m, n, masks, False, EXCLUDED, IDS)
@@ -110,6 +108,50 @@ def _epilogue(
                     else:
                         value -= tl.where(positive, t[:, None], 0.0)
     store_parts(to, row, column, value)
+
+
+@triton.jit
+def _admitted(acc, path, vectors, i, j, m, n, TWO_SIDED: tl.constexpr, RAGGED: tl.constexpr):
+    """G from the dots of negatives that count in both directions."""
+    alpha, reference, fast, _certain = path
+    row_vectors, column_vectors, _row_limits, _column_limits = vectors
+    if fast:
+        factor = _vector(row_vectors, FOLDED, i, m, RAGGED)[:, None]
+        if TWO_SIDED:
+            factor = factor + _vector(column_vectors, FOLDED, j, n, RAGGED)[None, :]
+        value = tl.math.exp2(acc * alpha - reference) * factor
+    else:
+        x = rounded(acc, alpha)
+        value = _direction(x, row_vectors, i, m, RAGGED, 1)
+        if TWO_SIDED:
+            value += _direction(x, column_vectors, j, n, RAGGED, 0)
+    return value
+
+
+@triton.jit
+def _limited(acc, path, vectors, i, j, m, n, TWO_SIDED: tl.constexpr, RAGGED: tl.constexpr):
+    """G from dots where rows and columns have limits: each direction by itself, 0 beyond its limit.
+
+    A logit beyond may be larger than the log-sum-exp, and its exponential infinite.
+    """
+    alpha, reference, fast, _certain = path
+    row_vectors, column_vectors, row_limits, column_limits = vectors
+    other = tl.zeros(acc.shape, tl.float32)
+    if fast:
+        power = tl.math.exp2(acc * alpha - reference)
+        value = power * _vector(row_vectors, FOLDED, i, m, RAGGED)[:, None]
+        if TWO_SIDED:
+            other = power * _vector(column_vectors, FOLDED, j, n, RAGGED)[None, :]
+    else:
+        x = rounded(acc, alpha)
+        value = _direction(x, row_vectors, i, m, RAGGED, 1)
+        if TWO_SIDED:
+            other = _direction(x, column_vectors, j, n, RAGGED, 0)
+    if row_limits is not None:
+        value = tl.where(beyond(acc, alpha, row_limits, i, m, 1), 0.0, value)
+    if column_limits is not None:
+        other = tl.where(beyond(acc, alpha, column_limits, j, n, 0), 0.0, other)
+    return value + other
 
 
 @triton.jit

@@ -179,7 +179,7 @@ class _BackwardPass(BlockPass):
         config, masks = self.gradient, self.masks
         backward.gradient_tiles[grid(chunk.height, chunk.width, config, self.rows)](
             *walk.features(chunk), *walk.descriptors(g), self.plan, *self.vectors, *masks.vectors(),
-            self.m, self.n, *chunk, depth=self.sides[0].depth, TWO_SIDED=self.two_sided, **masks.flags(),
+            *masks.limits, self.m, self.n, *chunk, depth=self.sides[0].depth, TWO_SIDED=self.two_sided, **masks.flags(),
             RAGGED=config.ragged(chunk), PARTS=config.parts, DIVIDED=self.scheme.divided, **config.named,
         )  # fmt: skip
 

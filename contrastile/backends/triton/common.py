@@ -8,9 +8,10 @@ import torch
 
 from contrastile.backends.arrays import TorchArrays
 from contrastile.backends.bars import normalised
-from contrastile.backends.contract import Pairs, Weights
+from contrastile.backends.contract import Block, Weights
 from contrastile.backends.passes import PairVectors, ceil_div
 from contrastile.backends.triton.configs import INTERPRETED
+from contrastile.backends.triton.logits import LOG2E
 from contrastile.backends.triton.tiles import DROP, NO_IDS, TARGET
 
 # rows a program of a small kernel takes, tiny under the interpreter so that small problems have several programs
@@ -30,13 +31,18 @@ class Masks:
         pairs: the vectors.
         ids: tiles.NO_IDS, DROP or TARGET.
         ids_only: whether the positives are pairs of equal ids.
+        limits: logits of powers of two, of the rows and of the columns, beyond which negatives do not count there.
         masked: whether pairs other than padding may not count.
     """
 
-    def __init__(self, pairs: Pairs) -> None:
+    def __init__(self, block: Block) -> None:
+        pairs = block.pairs
         self.pairs = PairVectors.of(pairs, torch.Tensor.contiguous)
         self.ids = {"drop": DROP, "target": TARGET, None: NO_IDS}[self.pairs.match].value
         self.ids_only = self.pairs.match == "target"
+        bias = 0.0 if block.bias is None else block.bias
+        given = self.pairs.row_limits, self.pairs.column_limits
+        self.limits = [None if x is None else (x - bias) * LOG2E.value for x in given]
         self.masked = self.pairs.excluded is not None or self.pairs.match is not None
 
     def vectors(self) -> tuple[Any, Any, Any]:

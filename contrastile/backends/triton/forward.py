@@ -29,6 +29,8 @@ from contrastile.backends.triton.tiles import (
     REFERENCE,
     TARGET,
     THRESHOLD,
+    any_beyond,
+    beyond,
     dots,
     pairs,
     place,
@@ -49,7 +51,7 @@ def quantities(safe: bool, matched: bool) -> int:
 @triton.jit(do_not_specialize=_PLAIN)
 def lse_tiles(
     rows, columns, plan, status, diagonals, row_parts, column_parts, positives, excluded, row_ids, column_ids,
-    m, n, row0, column0, height, width, depth,
+    row_limits, column_limits, m, n, row0, column0, height, width, depth,
     SAFE: tl.constexpr, COLUMNS: tl.constexpr, POSITIVES: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr,
     RAGGED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, DIVIDED: tl.constexpr,
@@ -68,52 +70,84 @@ def lse_tiles(
     tiles = tl.where(tl.load(status) != 0, tiles, 0) if SAFE else tl.where(tl.load(status) == 0, tiles, 0)
     alpha = tl.load(plan + ALPHA)
     reference = tl.load(plan + REFERENCE)
-    MASKED: tl.constexpr = EXCLUDED or IDS != NO_IDS
-    APART: tl.constexpr = POSITIVES and not MASKED
+    APART: tl.constexpr = POSITIVES and not (EXCLUDED or IDS != NO_IDS)
+    LIMITED: tl.constexpr = row_limits is not None or column_limits is not None
     EMPTY: tl.constexpr = float("-inf") if SAFE else 0.0
-    if APART:
-        least, largest = tl.load(diagonals), tl.load(diagonals + 1)
+    ends = (tl.load(diagonals), tl.load(diagonals + 1)) if APART else (0, 0)
+    path, masks = (alpha, reference, ends), (positives, excluded, row_ids, column_ids)
+    chunk = m, n, row0, column0, height, width
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
         acc = dots(rows, columns, r * BM, c * BN, depth, BM, BN, BK, PRECISION, DIVIDED)
         i, j = r * BM + tl.arange(0, BM), c * BN + tl.arange(0, BN)
         row_size, column_size = column_tiles.to(tl.int64) * height, row_tiles.to(tl.int64) * width
-        row_at = c.to(tl.int64) * height + i
-        column_at = r.to(tl.int64) * width + j
-        if SAFE:
-            x = rounded(acc, alpha)
-            if RAGGED:
-                # -inf, not 0: a zero pad wins the maximum when every logit is negative
-                x = tl.where((i < height)[:, None] & (j < width)[None, :], x, EMPTY)
+        row_to, column_to = row_parts + c.to(tl.int64) * height + i, column_parts + r.to(tl.int64) * width + j
+        to = row_to, row_size, column_to, column_size
+        if LIMITED and any_beyond(acc, alpha, row_limits, column_limits, row0 + i, column0 + j, m, n):
+            # both branches have all of it: logits and their terms together are more than the registers hold
+            x = _terms(acc, r, c, path, masks, chunk, to, SAFE, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
+            if row_limits is not None:
+                of_rows = tl.where(beyond(acc, alpha, row_limits, row0 + i, m, 1), EMPTY, x)
+                _leave(of_rows, row_to, row_size, i < height, SAFE, 1)
+            else:
+                _leave(x, row_to, row_size, i < height, SAFE, 1)
+            if column_limits is not None:
+                x = tl.where(beyond(acc, alpha, column_limits, column0 + j, n, 0), EMPTY, x)
+            if COLUMNS:
+                _leave(x, column_to, column_size, j < width, SAFE, 0)
         else:
-            x = tl.math.exp2(acc * alpha - reference)
-            if RAGGED and (r == row_tiles - 1 or c == column_tiles - 1):
-                x = tl.where((i < height)[:, None] & (j < width)[None, :], x, EMPTY)
-        if APART:
-            corner = (column0 - row0) + (c * BN - r * BM)
-            if (corner - BM < largest) & (corner + BN > least):
-                named = within(positives + row0, i, i < height, column0 + c * BN, BN, tl.int32)
-                x = tl.where(named[:, None] == tl.arange(0, BN)[None, :], EMPTY, x)
-        if MASKED:
-            masks = positives, excluded, row_ids, column_ids
-            NEXT: tl.constexpr = 2 if SAFE else 1
-            row_to, column_to = row_parts + NEXT * row_size + row_at, column_parts + NEXT * column_size + column_at
-            if touched(row0 + i, column0 + j, column0 + c * BN, m, n, masks, POSITIVES, EXCLUDED, IDS):
-                positive, admitted = pairs(row0 + i, column0 + j, m, n, masks, POSITIVES, EXCLUDED, IDS)
-                x = tl.where(admitted & (positive == 0), x, EMPTY)
-                if IDS == TARGET:
-                    positive = positive & (i < height)[:, None] & (j < width)[None, :]
-                    logit = tl.where(positive, rounded(acc, alpha), float("-inf"))
-                    _leave_positives(logit, positive, row_to, row_size, i < height, 1)
-                    if COLUMNS:
-                        _leave_positives(logit, positive, column_to, column_size, j < width, 0)
-            elif IDS == TARGET:
-                _leave_nothing(row_to, row_size, i < height)
+            x = _terms(acc, r, c, path, masks, chunk, to, SAFE, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
+            _leave(x, row_to, row_size, i < height, SAFE, 1)
+            if COLUMNS:
+                _leave(x, column_to, column_size, j < width, SAFE, 0)
+
+
+@triton.jit
+def _terms(
+    acc, r, c, path, masks, chunk, to, SAFE: tl.constexpr, COLUMNS: tl.constexpr, POSITIVES: tl.constexpr,
+    EXCLUDED: tl.constexpr, IDS: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """The terms of a tile's sums (fast), or their logits (safe), without what is no negative; leaves the positives."""
+    alpha, reference, ends = path
+    positives, _excluded, _row_ids, _column_ids = masks
+    m, n, row0, column0, height, width = chunk
+    row_to, row_size, column_to, column_size = to
+    BM: tl.constexpr = acc.shape[0]
+    BN: tl.constexpr = acc.shape[1]
+    MASKED: tl.constexpr = EXCLUDED or IDS != NO_IDS
+    EMPTY: tl.constexpr = float("-inf") if SAFE else 0.0
+    i, j = r * BM + tl.arange(0, BM), c * BN + tl.arange(0, BN)
+    if SAFE:
+        x = rounded(acc, alpha)
+        if RAGGED:
+            # -inf, not 0: a zero pad wins the maximum when every logit is negative
+            x = tl.where((i < height)[:, None] & (j < width)[None, :], x, EMPTY)
+    else:
+        x = tl.math.exp2(acc * alpha - reference)
+        if RAGGED and (r == tl.cdiv(height, BM) - 1 or c == tl.cdiv(width, BN) - 1):
+            x = tl.where((i < height)[:, None] & (j < width)[None, :], x, EMPTY)
+    if POSITIVES and not MASKED:
+        corner = (column0 - row0) + (c * BN - r * BM)
+        if (corner - BM < ends[1]) & (corner + BN > ends[0]):
+            named = within(positives + row0, i, i < height, column0 + c * BN, BN, tl.int32)
+            x = tl.where(named[:, None] == tl.arange(0, BN)[None, :], EMPTY, x)
+    if MASKED:
+        NEXT: tl.constexpr = 2 if SAFE else 1
+        row_to, column_to = row_to + NEXT * row_size, column_to + NEXT * column_size
+        if touched(row0 + i, column0 + j, column0 + c * BN, m, n, masks, POSITIVES, EXCLUDED, IDS):
+            positive, admitted = pairs(row0 + i, column0 + j, m, n, masks, POSITIVES, EXCLUDED, IDS)
+            x = tl.where(admitted & (positive == 0), x, EMPTY)
+            if IDS == TARGET:
+                positive = positive & (i < height)[:, None] & (j < width)[None, :]
+                logit = tl.where(positive, rounded(acc, alpha), float("-inf"))
+                _leave_positives(logit, positive, row_to, row_size, i < height, 1)
                 if COLUMNS:
-                    _leave_nothing(column_to, column_size, j < width)
-        _leave(x, row_parts + row_at, row_size, i < height, SAFE, 1)
-        if COLUMNS:
-            _leave(x, column_parts + column_at, column_size, j < width, SAFE, 0)
+                    _leave_positives(logit, positive, column_to, column_size, j < width, 0)
+        elif IDS == TARGET:
+            _leave_nothing(row_to, row_size, i < height)
+            if COLUMNS:
+                _leave_nothing(column_to, column_size, j < width)
+    return x
 
 
 @triton.jit

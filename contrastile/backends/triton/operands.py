@@ -163,7 +163,7 @@ class BlockPass:
         self.sides = Side(block.rows, self.scheme), Side(block.columns, self.scheme)
         self.rows, self.columns = (side.x for side in self.sides)
         self.m, self.n = self.rows.shape[0], self.columns.shape[0]
-        self.masks = Masks(block.pairs)
+        self.masks = Masks(block)
         self.exact = own_references(dtype_name(self.rows.dtype))
 
     def config(self, kernel: str) -> Config:

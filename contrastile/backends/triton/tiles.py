@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from contrastile.backends.triton.logits import rounded
 from contrastile.backends.triton.parts import COLUMN_PARTS, ROW_PARTS, TERMS
 
 # slots of a plan, float32 numbers that one kernel decides on the device and later ones obey
@@ -100,6 +101,27 @@ def touched(i, j, start, m, n, masks, POSITIVES: tl.constexpr, EXCLUDED: tl.cons
     if EXCLUDED:
         found = found | (tl.max(within(excluded, i, i < m, start, j.shape[0], tl.int32), 0) >= 0)
     return found
+
+
+@triton.jit
+def beyond(acc, alpha, limits, i, length, AXIS: tl.constexpr):
+    """Which dots have a logit beyond the limits at i, of ``length`` in all; AXIS is the one along which they repeat.
+
+    Not NaN, which must stay.
+    """
+    most = tl.load(limits + i, mask=i < length, other=float("inf"))
+    return rounded(acc, alpha) > tl.expand_dims(most, AXIS)
+
+
+@triton.jit
+def any_beyond(acc, alpha, row_limits, column_limits, i, j, m, n):
+    """Whether the largest logit of a tile is beyond the least limit of its rows i and columns j: in few tiles."""
+    least = tl.full((), float("inf"), tl.float32)
+    if row_limits is not None:
+        least = tl.min(tl.load(row_limits + i, mask=i < m, other=float("inf")), 0)
+    if column_limits is not None:
+        least = tl.minimum(least, tl.min(tl.load(column_limits + j, mask=j < n, other=float("inf")), 0))
+    return tl.max(tl.max(rounded(acc, alpha), 1), 0) > least
 
 
 @triton.jit

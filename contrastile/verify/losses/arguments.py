@@ -72,12 +72,18 @@ def stated(objective: str, given: Arguments, weights: str = "float64") -> Proble
     if asked.get("ids_are") == "positives":
         more["match"] = "target"
     if objective != "sigmoid_loss":
-        inside, numbers = asked.get("sum_positives") == "inside", (asked.get("label_smoothing"), asked.get("margin"))
-        more["options"] = named.Options(inside, *(x or 0.0 for x in numbers))
+        more["options"] = named.Options(
+            asked.get("sum_positives") == "inside",
+            asked.get("label_smoothing", 0.0),
+            asked.get("margin", 0.0),
+            asked.get("threshold", np.inf),
+            asked.get("threshold_is") == "relative",
+        )
     form = FORMS[objective].form(*features, *labels, given.scale, *bias, **keywords, **more)
     m, n = len(form.q), len(form.k)
     positive = form.pairs.positive(m, n)
     v = form.v
+    limits = [None if "threshold" not in asked else x.ravel() for x in named.limits(form)]
     return Problem(
         rows=form.q,
         columns=split(form.k, blocks) if form.first is None else (form.k.copy(),),
@@ -90,6 +96,8 @@ def stated(objective: str, given: Arguments, weights: str = "float64") -> Proble
         bias=float64(form.bias) if form.additive else None,
         column_weight=None if v is None else round_to(v, weights),
         column_target=None if v is None else target_weights(positive.T).max(axis=1, initial=0.0),
+        row_limits=limits[0],
+        column_limits=None if v is None else limits[1],
         **form.pairs._asdict(),
     )
 

@@ -195,6 +195,27 @@ def _optional(
     return make
 
 
+def _thresholded(
+    *makes: Callable[[Draw, Arguments], Arguments], relative: bool = False
+) -> Callable[[Draw, Arguments], Arguments]:
+    """A threshold beyond which some negatives lie, far from each: what is left out depends on no rounding."""
+
+    def make(draw: Draw, given: Arguments) -> Arguments:
+        given = _optional(*makes, weighted=relative)(draw, given)
+        query, key = given.features
+        x = query @ np.concatenate([key, *given.negatives]).T
+        own = x.diagonal()
+        beyond = x / own[:, None] - 1 if relative else x - own[:, None]
+        of_columns = x[:, : len(key)] / own - 1 if relative else x[:, : len(key)] - own
+        excess = np.concatenate([each[~np.eye(*each.shape, dtype=np.bool_)] for each in (beyond, of_columns)])
+        high = np.sort(excess)[-90:-30]
+        at = int(np.diff(high).argmax())
+        options = {"threshold": float(high[at : at + 2].mean()), "threshold_is": "relative" if relative else "absolute"}
+        return replace(given, options=options)
+
+    return make
+
+
 _ONE, _SELF = ("info_nce",), ("nt_xent", "sup_con")
 _BATCH, _ROWWISE = ("clip_loss", "sigmoid_loss"), ("clip_loss", *_ONE)
 
@@ -244,6 +265,15 @@ _OPTIONS = (
         "a margin with the sum inside",
         *(20.0, _ROWWISE, _optional(_few, **_SHARED, **_INSIDE, margin=0.35)),
     ),
+    *(
+        replace(_option("threshold" + name, about, 20.0, of, make), draw=_unpaired)
+        for name, about, of, make in (
+            ("", "negatives far above the positive are left out", _ROWWISE, _thresholded()),
+            ("@ids", "beside false negatives", ("clip_loss",), _thresholded(_few)),
+            ("@queue", "of a queue, too", _ONE, _thresholded(_queue)),
+        )
+    ),
+    _option("threshold@relative", "by a share of the positive", 20.0, _ROWWISE, _thresholded(relative=True)),
 )
 OPTIONS = tuple(each.name for each in _OPTIONS)
 """The cases of options that contrastile's own functions have."""
