@@ -112,29 +112,29 @@ def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: Any, separate_
         Side(side, *each, reference, indexed, separate_positives) for side, each in zip(t.sides, own, strict=False)
     ]
     loss, dG, largest = 0.0, np.zeros(t.x.shape), 0.0
-    errors: dict[str, Any] = {}
-    of_statistics: list[Any] = []
-    for view, name in zip(views, ("row", "column"), strict=False):
+    errors: list[Any] = []
+    for view, whole in zip(views, (dG, dG.T), strict=False):
         side = view.side
         negative = lse_error(view, side.admitted & ~side.positive, side.negative_lse, a)
         positive = positive_lse_error(view, a)
         total = _positive_error(view, a)
-        errors |= {f"{name}_negative_lse": negative, f"{name}_positive_lse": positive, f"{name}_positive_sum": total}
+        errors.append([negative, positive, _spread_error(side, positive, total)])
         if side.bars is not None:
-            of_statistics.append([negative, positive, _spread_error(side, positive, total)])
             part, weight = _bars_error(view, negative, positive, a), np.abs(side.bars)
         else:
             loss += _softmax_loss_error(view, negative, positive, total, a)
             loss += _smoothing_loss_error(view, positive, total, a)
             part = _softmax_gradient_error(view, negative, positive, upstream, a)
             weight = upstream * np.abs(side.weight)
-        dG = dG + (part if name == "row" else part.T)
+        whole += part
         largest = max(largest, weight.max(initial=0.0))
     gradient = gradient_bounds(problem, t, dG, largest, a)
-    if of_statistics:
-        return Outcome(loss=np.concatenate(of_statistics, axis=1), **errors, **gradient)
+    statistics = np.concatenate(errors, axis=1)
+    if problem.kind == "statistics":
+        return Outcome(loss=statistics, statistics=statistics, **gradient)
     gradient = _beside(t, gradient, problem, upstream, a)
-    return Outcome(loss=float64(loss + a.accuracy.unit * (abs(t.outcome.loss) + loss) + a.tiny), **errors, **gradient)
+    value = float64(loss + a.accuracy.unit * (abs(t.outcome.loss) + loss) + a.tiny)
+    return Outcome(loss=value, statistics=statistics, **gradient)
 
 
 def _spread_error(side: Direction, positive: FloatArray, total: FloatArray) -> FloatArray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,25 +36,8 @@ from contrastile.verify.draws import (
 from contrastile.verify.rounding import round_to
 
 
-@dataclass(frozen=True)
-class Case:
-    """A named problem.
-
-    Attributes:
-        name: what ``contrastile verify --case`` calls it.
-        about: the edge case or the defect it catches, in one line.
-        dtype: the features' dtype.
-        problem: NumPy arrays, float64 and int64; features are exact in ``dtype``, all other floats in float32.
-    """
-
-    name: str
-    about: str
-    dtype: str
-    problem: Problem
-
-
-def build(name: str, dtype: str) -> Case:
-    """The case of this name, with features of this dtype.
+def build(name: str, dtype: str) -> Problem:
+    """The case of this name: NumPy arrays, float64 and int64; features are exact in ``dtype``, other floats in float32.
 
     Raises:
         ValueError: there is no such case or dtype.
@@ -62,12 +45,8 @@ def build(name: str, dtype: str) -> Case:
     if name not in CASES:
         raise ValueError(f"case must be one of {', '.join(CASES)}, got {name!r}")
     problem = CASES[name](np.random.default_rng(zlib.crc32(name.encode())))
-    rounded = replace(
-        problem,
-        rows=round_to(problem.rows, dtype),
-        columns=tuple(round_to(block, dtype) for block in problem.columns),
-    )
-    return Case(name, ABOUT[name], dtype, rounded)
+    columns = tuple(round_to(block, dtype) for block in problem.columns)
+    return replace(problem, rows=round_to(problem.rows, dtype), columns=columns)
 
 
 def names() -> list[str]:

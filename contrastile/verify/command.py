@@ -84,7 +84,7 @@ def listing() -> str:
     for name, missing in registry.available().items():
         lines.append(f"  {name:24}{'available' if missing is None else missing}")
     lines += ["dtypes", *(f"  {dtype}" for dtype in DTYPES), "cases"]
-    lines += [f"  {name:24}{cases.build(name, 'float32').about}" for name in cases.names()]
+    lines += [f"  {name:24}{about}" for name, about in cases.ABOUT.items()]
     lines += [f"  {p.case:24}{p.name}: {p.about}" for p in PROPERTIES.values() if p.case is not None]
     lines += ["properties", *(f"  {p.name:24}{p.about}" for p in PROPERTIES.values())]
     lines += ["properties of a --world", *(f"  {p.name:24}{p.about}" for p in DISTRIBUTED.values())]

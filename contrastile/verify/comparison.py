@@ -9,9 +9,8 @@ from typing import TypedDict
 import numpy as np
 
 from contrastile.oracle.arrays import FloatArray, float64
-from contrastile.verify.truth import STATISTICS, Outcome
+from contrastile.verify.truth import Outcome
 
-VALUE = ("loss", *STATISTICS)
 GRADIENT = ("rows", "columns", "scale", "bias")
 _STORED = "rows", "columns"
 
@@ -76,7 +75,7 @@ Comparisons = Iterator[tuple[str, Worst]]
 """The comparisons of a property, each with a label."""
 
 
-def parts(outcome: Outcome, fields: Sequence[str] = VALUE + GRADIENT) -> Iterator[tuple[str, FloatArray | None]]:
+def parts(outcome: Outcome, fields: Sequence[str] = ("loss", *GRADIENT)) -> Iterator[tuple[str, FloatArray | None]]:
     """The named fields, one array at a time; columns block by block."""
     for name in fields:
         value = getattr(outcome, name)
@@ -86,7 +85,7 @@ def parts(outcome: Outcome, fields: Sequence[str] = VALUE + GRADIENT) -> Iterato
             yield name, value
 
 
-def compare(got: Outcome, truth: Outcome, bound: Outcome, fields: Sequence[str] = VALUE + GRADIENT) -> Worst:
+def compare(got: Outcome, truth: Outcome, bound: Outcome, fields: Sequence[str] = ("loss", *GRADIENT)) -> Worst:
     """The largest |got - truth| / bound over all elements of the fields, and where it is.
 
     Where the truth is not finite the value must be equal: NaN for NaN, inf for the same inf. A value that is not finite
@@ -149,7 +148,7 @@ def _half_ulp(x: FloatArray, unit: float, underflow: float) -> FloatArray:
     return float64(np.maximum(np.ldexp(unit, exponent - 1), underflow))
 
 
-def identical(got: Outcome, expected: Outcome, fields: Sequence[str] = VALUE + GRADIENT) -> Worst:
+def identical(got: Outcome, expected: Outcome, fields: Sequence[str] = ("loss", *GRADIENT)) -> Worst:
     """Ratio 0 when all of the fields have equal bits, inf otherwise."""
     for (name, a), (_, b) in zip(parts(got, fields), parts(expected, fields), strict=True):
         if a is None and b is None:

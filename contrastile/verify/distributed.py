@@ -1,7 +1,7 @@
 """The properties of ``contrastile verify --world``: what a correct backend does on several ranks.
 
 A case is cut into uneven parts, the ranks compute them over a communicator, and the joined results are held
-to the oracle of the whole: log-sum-exps and gradients of every rank's own rows and columns, after the factor of
+to the oracle of the whole: the loss, and gradients of every rank's own rows and columns, after the factor of
 ``Placement.factor`` has been taken away.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from contrastile.backends.contract import Options
 from contrastile.verify import cases, mistakes, public, rearrange, sharded
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, identical
-from contrastile.verify.shards import FIELDS, Cut, compared, outcomes
+from contrastile.verify.shards import Cut, compared, outcomes
 from contrastile.verify.trial import Property, SkipError, Subject, Trial
 from contrastile.verify.truth import Outcome, truth
 from contrastile.verify.worlds import Threads, judged
@@ -49,7 +49,7 @@ def _first(trial: Trial, label: str, cut: Cut, exchange: str) -> list[Outcome]:
 
 
 def schedule(exchange: str, trial: Trial) -> Comparisons:
-    """Loss, log-sum-exps and gradients over an exchange are the oracle's of the whole problem."""
+    """Loss and gradients over an exchange are the oracle's of the whole problem."""
     for label, cut in cuts(trial):
         yield label, _compared(trial, cut, _first(trial, label, cut, exchange), exchange)
 
@@ -67,7 +67,7 @@ def _compared(trial: Trial, cut: Cut, parts: list[Outcome], exchange: str, **how
 def _same(label: str, again: list[Outcome], parts: list[Outcome]) -> Comparisons:
     """Every rank's outcome has the bits of another run's."""
     for rank, (a, b) in enumerate(zip(again, parts, strict=True)):
-        yield f"{label}, rank {rank}", identical(a, b, FIELDS)
+        yield f"{label}, rank {rank}", identical(a, b)
 
 
 def themselves(trial: Trial) -> Comparisons:
@@ -134,7 +134,7 @@ DISTRIBUTED = {
             Property(
                 exchange,
                 partial(schedule, exchange),
-                says=f"Loss, log-sum-exps and gradients {how} are the oracle's of the whole problem.",
+                says=f"Loss and gradients {how} are the oracle's of the whole problem.",
             )
             for exchange, how in EXCHANGES.items()
         ),
@@ -174,7 +174,7 @@ def several_ranks(subject: Subject, case: str) -> Comparisons:
     for ranks, names in ((RANKS, _CASES), (_EVEN, _SYMMETRIC)):
         for name in names:
             given = cases.build(name, subject.dtype)
-            trial = Trial(replace(there, world=Threads(ranks)), given, partial(truth, given.problem))
+            trial = Trial(replace(there, world=Threads(ranks)), name, given, partial(truth, given))
             for check in (*EXCHANGES, "themselves"):
                 try:
                     yield from _labelled(f"{name}, {check}, {ranks} ranks", DISTRIBUTED[check].check(trial))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,13 +12,11 @@ import numpy as np
 
 from contrastile import compute
 from contrastile.backends.arrays import FLOATS, ArrayLibrary
-from contrastile.backends.contract import Array, Backend, LseFunction, Options, SideStatistics, Statistics
-from contrastile.backends.pairs import head
+from contrastile.backends.contract import Array, Backend, Options
 from contrastile.oracle.arrays import FloatArray
-from contrastile.schedules import local, triangle
+from contrastile.schedules import local
 from contrastile.schedules.problem import Problem
-from contrastile.verify.truth import STATISTICS, Outcome
-from contrastile.verify.wrapped import around
+from contrastile.verify.truth import Outcome
 
 DTYPES = ("float32", *(dtype for dtype in FLOATS if dtype != "float32"))
 """Of features, in the order in which they are tested."""
@@ -68,7 +66,7 @@ def outcome(
     upstream: float | FloatArray = 1.0,
     want: Want = "every",
 ) -> Outcome:
-    """The backend's loss, statistics and gradients of ``upstream * loss``.
+    """The backend's loss and gradients of ``upstream * loss``.
 
     Args:
         problem: NumPy float64, features exactly representable in ``dtype``.
@@ -81,7 +79,7 @@ def outcome(
 
     Returns:
         The results, converted to NumPy float64; None for what was not asked for. Of a problem with a placement, this
-        rank's part; with a placement or in blocks, without the sums of the positive logits, which are never merged.
+        rank's part.
 
     Raises:
         UnsupportedProblemError: the backend refuses the problem.
@@ -91,33 +89,13 @@ def outcome(
     # bars are float64
     upstream_gradient = arrays.asarray(upstream, "float64" if np.ndim(upstream) else backend.state(dtype), native.scale)
     wanted = every_gradient(native) if want == "every" else want
-    parts: list[Statistics] = []
-    lses: list[Array] = []
-
-    def recorded(lse: LseFunction, *call: Any) -> Statistics:
-        parts.append(lse(*call))
-        return parts[-1]
-
-    recording = around(backend, recorded, "lse", "keeping")
-    loss, state = compute.problem_loss(native, recording, options, wanted)
+    loss, state = compute.problem_loss(native, backend, options, wanted)
     gradients = _NO_GRADIENTS
     if wanted is not None:
         gradients = compute.problem_gradients(native, state, upstream_gradient, wanted, backend, options)
-    if native.kind != "sigmoid":
-        saved = local.Forward.of(state)
-        lses = [
-            x if x is None else head(x) for side in (saved.rows, saved.columns or (None, None)) for x in (*side, None)
-        ]
-
     take = partial(taken, arrays)
-    found: dict[str, Any] = dict.fromkeys(STATISTICS) | {
-        name: take(x) for name, x in zip(STATISTICS, lses, strict=False)
-    }
-    if parts and native.placement is None and native.blocking is None:
-        found |= _positive_sums(native, parts, backend, options)
     return Outcome(
         loss=take(loss),
-        **found,
         rows=take(gradients.rows),
         columns=tuple(take(x) for x in gradients.columns),
         scale=take(gradients.scale),
@@ -128,26 +106,6 @@ def outcome(
 def taken(arrays: ArrayLibrary, x: Array | None) -> Any:
     """A copy of an array of this library in NumPy's float64; None for None."""
     return None if x is None else np.array(arrays.to_numpy(x), dtype=np.float64)
-
-
-def _positive_sums(native: Problem, parts: Sequence[Statistics], backend: Backend, options: Options) -> dict[str, Any]:
-    """The sums of the positive logits, which no schedule needs: from what ``lse`` has returned for each block."""
-
-    def of(side: SideStatistics | None) -> Any:
-        return None if side is None else taken(backend.arrays, head(side.positive_sum))
-
-    rows, columns = [of(part.rows) for part in parts], [of(part.columns) for part in parts]
-    if native.columns:
-        joined = None if native.column_weight is None else np.concatenate(columns)
-        return {"row_positive_sum": np.sum(rows, axis=0), "column_positive_sum": joined}
-    every = slice(0, native.rows.shape[0])
-    total = np.zeros(every.stop)
-    blocks = triangle.places(every, triangle.whole_up_to(native, backend, options))
-    for (mine, others), row, column in zip(blocks, rows, columns, strict=True):
-        total[mine] += row
-        if mine != others:
-            total[others] += column
-    return {"row_positive_sum": total}
 
 
 @contextmanager

@@ -7,13 +7,12 @@ number, so that an out-of-bounds addition shows too. After each call the surroun
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, Block, Options, SideWeights, Weights
+from contrastile.backends.contract import Array, Backend, Block, SideWeights, Weights
 from contrastile.verify.wrapped import around
 
 Layout = Callable[[ArrayLibrary, Array, float], tuple[Array, Array]]
@@ -78,8 +77,6 @@ class _Relocated:
 
     def add(self, x: Any, name: str) -> Any:
         """A copy of an accumulator between guard bands; its result is copied back to x."""
-        if x is None:
-            return None
         buffer, view = guard_bands(self.arrays, x, _AROUND_SUMS)
         view[...] = 0
         before = self._bits(buffer)
@@ -104,16 +101,18 @@ class _Relocated:
             pairs=replace(pairs, **moved),
         )
 
-    def weights(self, weights: Weights) -> Weights:
-        # kept exponentials are the backend's own, in its own layout
-        columns = None if weights.columns is None else self._side(weights.columns, "column")
-        return replace(weights, rows=self._side(weights.rows, "row"), columns=columns)
+    def given(self, x: Any) -> Any:
+        """What follows a block: weights, a vector that is read, matrices that are added to, and what is no array."""
+        if isinstance(x, Weights):
+            # kept exponentials are the backend's own, in its own layout
+            columns = None if x.columns is None else self._side(x.columns, "column")
+            return replace(x, rows=self._side(x.rows, "row"), columns=columns)
+        axes = len(getattr(x, "shape", ()))
+        return self.add(x, f"a gradient of {x.shape[0]} rows") if axes == 2 else self.read(x, "a weight") if axes else x
 
     def _side(self, side: SideWeights, name: str) -> SideWeights:
-        n, p, weight, target = (
-            self.read(x, f"{name}_{field}") for field, x in zip(side._fields, side[:4], strict=False)
-        )
-        return SideWeights(n, p, weight, target, side.bars)
+        vectors = {each: self.read(getattr(side, each), f"{name}_{each}") for each in side._fields[:4]}
+        return side._replace(**vectors)
 
     def _bits(self, x: Array) -> bytes:
         return bytes(self.arrays.to_numpy(x).tobytes())
@@ -128,30 +127,15 @@ def relocated(backend: Backend, layout: Layout, violations: list[str]) -> Backen
         violations: receives one line for each buffer that a call changed and must not have.
     """
 
-    @contextmanager
-    def relocation(block: Block) -> Iterator[tuple[_Relocated, Block]]:
+    def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
         moved = _Relocated(backend.arrays, layout)
         there = moved.block(block)
         backend.check(there)
-        yield moved, there
+        found = primitive(there, *map(moved.given, rest))
         violations.extend(filter(None, (check() for check in moved.checks)))
+        return found
 
-    def lse(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
-        with relocation(block) as (_, there):
-            return primitive(there, *rest)
-
-    def finished(primitive: Callable[..., Any], block: Block, weights: Weights, *rest: Any) -> Any:
-        with relocation(block) as (moved, there):
-            return primitive(there, moved.weights(weights), *rest)
-
-    def adding(primitive: Callable[..., Any], block: Block, weights: Any, rows: Any, columns: Any, how: Options) -> Any:
-        with relocation(block) as (moved, there):
-            given = moved.weights(weights) if isinstance(weights, Weights) else moved.read(weights, "row_weight")
-            to = moved.add(rows, "row_gradient"), moved.add(columns, "column_gradient")
-            return primitive(there, given, *to, how)
-
-    found = around(backend, lse, "lse", "keeping")
-    return around(around(found, finished, "finished"), adding, "gradients", "sigmoid")
+    return around(backend, call)
 
 
 def called_twice(backend: Backend) -> Backend:

@@ -61,15 +61,7 @@ def alone(objective: str, subject: Subject, case: str) -> Comparisons:
     Raises:
         SkipError: none is asked for.
     """
-    found = _alone(objective, subject, case)
-    first = next(found, None)
-    if first is None:
-        raise SkipError(f"it has no {case.partition(':')[2]!r}")
-    yield first
-    yield from found
-
-
-def _alone(objective: str, subject: Subject, case: str) -> Comparisons:
+    none = True
     for each, loss, names in interfaces(subject, objective):
 
         def trial(name: str, loss: Loss = loss) -> LossTrial:
@@ -95,18 +87,23 @@ def _alone(objective: str, subject: Subject, case: str) -> Comparisons:
             fields = here.fields if name != "nan" else ["loss"]
             found = here.run(upstream=UPSTREAM) if name in OPTIONS else here.result
             times = UPSTREAM if name in OPTIONS and found.by_autograd else 1.0
+            none = False
             yield f"{loss.name}, {name}", here.compare(found, fields, times)
         for name in names:
             held = OF_A_LOSS[name]
             if held.claim(loss.claims) or not asked(case, f"{loss.name}, {name}"):
                 continue
             try:
-                yield from ((f"{loss.name}, {name}: {what}", worst) for what, worst in held.check(trial(CALLS)))
+                for what, worst in held.check(trial(CALLS)):
+                    none = False
+                    yield f"{loss.name}, {name}: {what}", worst
             except SkipError:
                 # of arguments that this loss has not, or a dtype of 16 bits
                 continue
     if asked(case, "options"):
         yield from options(objective, subject)
+    elif none:
+        raise SkipError(f"it has no {case.partition(':')[2]!r}")
 
 
 @dataclass(frozen=True)
@@ -139,18 +136,6 @@ class Share(Parts):
         weights = None if given.weights is None else given.weights[own]
         given = replace(given, labels=labels, weights=weights, keywords=keywords)
         return replace(given, features=tuple(features), negatives=tuple(negatives))
-
-    def joined(self, parts: Sequence[Result], reduction: str) -> Result:
-        """The ranks' results as the whole's: a mean over ranks divides by their number, a sum does not."""
-        n = len(parts)
-        factor = n if reduction == "mean" else 1.0
-        features = tuple(
-            None if any(x is None for x in xs) else np.concatenate(xs) / factor
-            for xs in zip(*(part.features for part in parts), strict=True)
-        )
-        first = parts[0]
-        scale, bias = (None if x is None else x * (n / factor) for x in (first.scale, first.bias))
-        return Result(first.loss, features, scale, bias, first.by_autograd)
 
 
 def _shared(objective: str, rows: Sequence[int], subject: Subject) -> Iterator[Share]:
@@ -242,7 +227,8 @@ def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: st
         call.forget()
         return call.finish(value, upstream, retain=True)
 
-    parts = subject.ranks.run(program)
+    world = subject.ranks
+    parts = world.run(program)
 
     def judge() -> Worst:
         if len({(part.loss.tobytes(), np.array(part.scale).tobytes()) for part in parts}) > 1:
@@ -251,9 +237,9 @@ def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: st
         spread = share.spread(exchange, 2 if case.claims.objective == "nt_xent" else 1)
         exact, bound = allowed.expected(case, times), allowed.allowed(case, times, spread)
         fields = ("loss", "rows", "columns", *(() if frozen else ("scale",)), "bias")
-        return compared(case, share.joined(parts, reduction), exact, bound, fields)
+        return compared(case, share.joined(parts, world.size if reduction == "mean" else 1.0), exact, bound, fields)
 
-    return judged(subject.ranks, judge)
+    return judged(world, judge)
 
 
 def options(objective: str, subject: Subject) -> Comparisons:
@@ -265,22 +251,18 @@ def options(objective: str, subject: Subject) -> Comparisons:
     recorded = replace(subject, name=f"contrastile.verify.wrapped:recorded@{subject.name}")
     # another call first: nothing of it is asked for again
     plain = of_interface(interface, objective, recorded, subject.backend.arrays.name, "")
-    plain.call(*_numbers(plain, subject))
+    given = build(CALLS, subject.dtype, plain.claims, plain.facts)
+    LossTrial(plain, given, subject.device).call()()
     most = settings.get("block", math.inf)
     for precision in (subject.precision, "auto"):
         settings["precision"] = precision
         loss = of_interface(interface, objective, recorded, subject.backend.arrays.name, "", **settings)
         RECORDED.clear()
-        loss.call(*_numbers(loss, subject))
+        LossTrial(loss, given, subject.device).call()()
         told = {name: x for name, x in settings.items() if name != "block" and x != "auto"}
         asked_for = all(getattr(how, name) == x for _, how in RECORDED for name, x in told.items())
         cut = all(max(block.rows.shape[0], block.columns.shape[0]) <= most for block, _ in RECORDED)
         yield "options", NOTHING if RECORDED and asked_for and cut else wrong("the backend was not told of them")
-
-
-def _numbers(loss: Loss, subject: Subject) -> Sequence[Any]:
-    call = prepare(loss, build(CALLS, subject.dtype, loss.claims, loss.facts).arguments, subject.dtype, subject.device)
-    return *call.leaves, *call.labels, *call.numbers
 
 
 PROPERTIES = (

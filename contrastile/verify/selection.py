@@ -96,11 +96,13 @@ class Selection:
         if not (every_case and self.case_names()) and not any(map(self.own_cases, own_case)):
             return
         case = lru_cache(maxsize=1)(cases.build)
-        oracle = lru_cache(maxsize=1)(lambda name, dtype: truth(case(name, dtype).problem))
+        oracle = lru_cache(maxsize=1)(lambda name, dtype: truth(case(name, dtype)))
 
         def trial_of(subject: Subject) -> Callable[[str], Trial]:
             dtype = subject.dtype
-            return lru_cache(maxsize=1)(lambda name: Trial(subject, case(name, dtype), partial(oracle, name, dtype)))
+            return lru_cache(maxsize=1)(
+                lambda name: Trial(subject, name, case(name, dtype), partial(oracle, name, dtype))
+            )
 
         for dtype in self.dtypes:
             subjects = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -23,11 +23,7 @@ from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import Worst, compare
 from contrastile.verify.rearrange import COLUMN_VECTORS, POINTERS, ROW_VECTORS, redirected, take
 from contrastile.verify.trial import Subject
-from contrastile.verify.truth import STATISTICS, Outcome, Truth
-
-_LSES = tuple(name for name in STATISTICS if name.endswith("lse"))
-FIELDS = ("loss", *_LSES, "rows", "columns", "scale", "bias")
-"""What is compared of a sharded outcome: all but the sums of the positive logits, which no rank has whole."""
+from contrastile.verify.truth import Outcome, Truth
 
 
 def shares(total: int, weights: Sequence[int]) -> list[int]:
@@ -35,6 +31,9 @@ def shares(total: int, weights: Sequence[int]) -> list[int]:
     among = list(weights) if any(weights) else [1] * len(weights)
     ends = [total * part // sum(among) for part in accumulate(among)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+R = TypeVar("R", bound=Outcome)
 
 
 class Parts:
@@ -79,6 +78,27 @@ class Parts:
             return Spread(rows, (times * sum(self.shards.widths),))
         return Spread(rows, tuple(times * size for blocks in self.shards.columns for size in blocks), halved=True)
 
+    def joined(self, parts: Sequence[R], factor: float) -> R:
+        """The ranks' outcomes as one, in the order of the whole.
+
+        Args:
+            parts: by rank.
+            factor: ``Placement.factor``, which is taken away again. Loss, scale and bias are rank 0's, the latter two
+                times what a sum over the ranks, or a mean, would make of them.
+        """
+        first, times = parts[0], len(parts) / factor
+
+        def along(each: Sequence[Any]) -> Any:
+            return None if any(x is None for x in each) else np.concatenate(each) / factor
+
+        return replace(
+            first,
+            rows=along([part.rows for part in parts]),
+            columns=tuple(map(along, zip(*(part.columns for part in parts), strict=True))),
+            scale=None if first.scale is None else first.scale * times,
+            bias=None if first.bias is None else first.bias * times,
+        )
+
 
 @dataclass(frozen=True)
 class Cut(Parts):
@@ -119,35 +139,6 @@ class Cut(Parts):
             **{name: take(redirected(getattr(p, name), order), rows) for name in POINTERS},
         )
 
-    def joined(self, parts: Sequence[Outcome], factor: float) -> Outcome:
-        """The ranks' outcomes as one, in the order of the whole.
-
-        Args:
-            parts: by rank.
-            factor: ``Placement.factor``, which is taken away again. Loss, scale and bias are rank 0's, the latter two
-                times what a sum over the ranks, or a mean, would make of them.
-        """
-        n = len(parts)
-
-        def along(name: str) -> Any:
-            found = [getattr(part, name) for part in parts]
-            return None if found[0] is None else np.concatenate(found)
-
-        lses = {name: along(name) for name in _LSES}
-        for name, lse in lses.items():
-            if name.startswith("column") and lse is not None:
-                lse[self.order()] = lse.copy()
-        columns = zip(*(part.columns for part in parts), strict=True)
-        first = parts[0]
-        return Outcome(
-            loss=first.loss,
-            **lses,
-            rows=along("rows") / factor,
-            columns=tuple(np.concatenate(block) / factor for block in columns),
-            scale=first.scale * (n / factor),
-            bias=None if first.bias is None else first.bias * (n / factor),
-        )
-
 
 def outcomes(
     subject: Subject,
@@ -184,4 +175,4 @@ def compared(
     bound = bounds(cut.problem, oracle, subject.accuracy, subject.dtype, upstream, options, spread)
     if cut.itself:
         expected, bound = rearrange.folded(expected), rearrange.folded(bound)
-    return compare(cut.joined(parts, len(parts) if reduction == "mean" else 1.0), expected, bound, FIELDS)
+    return compare(cut.joined(parts, len(parts) if reduction == "mean" else 1.0), expected, bound)

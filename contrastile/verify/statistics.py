@@ -6,7 +6,7 @@ right for any such loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -89,22 +89,18 @@ def _drawn(random: np.random.Generator, problem: Problem) -> FloatArray:
     return float64(random.standard_normal(shape) * 10.0 ** random.uniform(-3, 0, shape) * kept / size)
 
 
-class _Expected:
-    """What is right of a problem, within which bounds, and the bars of the loss."""
-
-    def __init__(self, problem: Problem, subject: Subject, spread: Spread | None = None) -> None:
-        self.bars = _drawn(np.random.default_rng(7), problem)
-        n, p, _ = truth(problem, self.bars).outcome.loss
-        # of what is -inf there is no loss
-        self.bars *= np.isfinite([n, p, p])
-        exact = truth(problem, self.bars)
-        bound = bounds(problem, exact, subject.accuracy, subject.dtype, self.bars, subject.options, spread)
-        self.outcome, self.bound = exact.outcome, bound
-        if problem.excluded is not None:
-            self.outcome, self.bound = folded(exact.outcome), folded(bound)
-
-    def compare(self, got: Outcome) -> Worst:
-        return compare(got, self.outcome, self.bound, ("loss", *(GRADIENT[:3] if got.rows is not None else ())))
+def _expected(
+    problem: Problem, subject: Subject, spread: Spread | None = None
+) -> tuple[FloatArray, Callable[[Outcome], Worst]]:
+    """The bars of a loss, and what compares its outcome with what is right."""
+    drawn = _drawn(np.random.default_rng(7), problem)
+    n, p, _ = truth(problem, drawn).outcome.loss
+    # of what is -inf there is no loss
+    drawn *= np.isfinite([n, p, p])
+    exact = truth(problem, drawn)
+    bound = bounds(problem, exact, subject.accuracy, subject.dtype, drawn, subject.options, spread)
+    right, most = (x if problem.excluded is None else folded(x) for x in (exact.outcome, bound))
+    return drawn, lambda got: compare(got, right, most, ("loss", *(GRADIENT[:3] if got.rows is not None else ())))
 
 
 def _called(problem: Problem, bars: FloatArray, subject: Subject, **settings: Any) -> Outcome:
@@ -150,13 +146,13 @@ def alone(subject: Subject, case: str) -> Comparisons:
     if subject.backend.arrays.name == "torch":
         ways[", blocks of 9"] = {"block": 9}
     for kind, problem in _problems(subject):
-        expected = _Expected(problem, subject)
+        drawn, compared = _expected(problem, subject)
         for way, settings in ways.items():
             if way and kind not in ("ids", "labels"):
                 # columns of their own and rows against themselves are cut in their own ways
                 continue
             given = {"backend": subject.name, **subject.settings, **settings}
-            yield kind + way, expected.compare(_called(problem, expected.bars, subject, **given))
+            yield kind + way, compared(_called(problem, drawn, subject, **given))
 
 
 def over_ranks(subject: Subject, case: str) -> Comparisons:
@@ -179,25 +175,23 @@ def _of_ranks(
     problem: Problem, subject: Subject, rows: Sequence[int], over: Sequence[int], how: dict[str, Any]
 ) -> Worst:
     cut = Cut(problem, Shards(tuple(rows), tuple((size,) for size in over)))
-    expected = _Expected(problem, subject, Spread(tuple(rows), tuple(over), halved=True))
+    drawn, compared = _expected(problem, subject, Spread(tuple(rows), tuple(over), halved=True))
 
     def program(communicator: Communicator) -> Outcome:
         rank = communicator.rank
         places = np.arange(_M)[cut.rows(rank)], _M + np.arange(sum(over))[cut.columns(rank, 0)]
         own = np.concatenate(places[: 1 + (problem.column_weight is not None)])
         how_here = {"backend": subject.name, "group": communicator, **subject.settings, **how}
-        return _called(cut.part(rank), expected.bars[:, own], subject, **how_here)
+        return _called(cut.part(rank), drawn[:, own], subject, **how_here)
 
     parts = subject.ranks.run(program)
 
     def judge() -> Worst:
         each = [np.split(x.loss, [size], axis=1) for x, size in zip(parts, rows, strict=True)]
         value = np.concatenate([x for side in zip(*each, strict=True) for x in side], axis=1)
-        if parts[0].rows is None:
-            return expected.compare(replace(parts[0], loss=value))
-        joined = tuple(np.concatenate(x) for x in zip(*(part.columns for part in parts), strict=True))
-        gradients = np.concatenate([part.rows for part in parts]), joined, float64(sum(part.scale for part in parts))
-        return expected.compare(Outcome(value, *gradients))
+        # each rank's own
+        scale: Any = None if parts[0].scale is None else float64(sum(part.scale for part in parts))
+        return compared(replace(cut.joined(parts, 1.0), loss=value, scale=scale))
 
     return judged(subject.ranks, judge)
 

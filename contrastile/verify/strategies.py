@@ -69,7 +69,7 @@ def drawn(subject: Subject, case: str) -> Comparisons:
     if case != CASE:
         yield from searched(subject, case, judge)
         return
-    import hypothesis
+    import hypothesis.errors
     from hypothesis import strategies as st
 
     found: list[tuple[str, Worst]] = []

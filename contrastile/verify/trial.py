@@ -15,7 +15,6 @@ from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify import cases, facts
 from contrastile.verify.bounds import bounds
-from contrastile.verify.cases import Case
 from contrastile.verify.comparison import Comparisons, Worst, compare
 from contrastile.verify.execution import Want, materialise, outcome
 from contrastile.verify.truth import Outcome, Truth, truth
@@ -96,7 +95,7 @@ class Subject:
     @property
     def takes_limits(self) -> bool:
         """Whether the backend takes problems whose rows and columns have limits."""
-        problem = cases.build("limits", self.dtype).problem
+        problem = cases.build("limits", self.dtype)
         ((_, block),) = materialise(problem, self.backend, self.dtype, self.device).blocks()
         return self.backend.supports(block) is None
 
@@ -160,19 +159,17 @@ class Trial:
 
     Attributes:
         subject: the backend under test.
-        case: the problem.
-        find: computes the truth of the case's problem: of a launcher's processes only the leader needs it.
+        case: its name.
+        problem: what it is.
+        find: computes the problem's truth: of a launcher's processes only the leader needs it.
         cache: results that properties share.
     """
 
     subject: Subject
-    case: Case
+    case: str
+    problem: Problem
     find: Callable[[], Truth] = field(repr=False)
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
-
-    @property
-    def problem(self) -> Problem:
-        return self.case.problem
 
     @cached_property
     def oracle(self) -> Truth:
@@ -189,7 +186,7 @@ class Trial:
 
     def random(self) -> np.random.Generator:
         """A generator that depends on the seed and the case alone."""
-        return np.random.default_rng([self.subject.seed, zlib.crc32(self.case.name.encode())])
+        return np.random.default_rng([self.subject.seed, zlib.crc32(self.case.encode())])
 
     @property
     def keeps(self) -> bool:

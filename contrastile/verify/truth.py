@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from contrastile.backends.contract import SideStatistics
 from contrastile.oracle.arrays import BoolArray, FloatArray, float64
 from contrastile.oracle.general import (
     expected_logit,
@@ -23,28 +22,19 @@ from contrastile.oracle.pairs import Pairs
 from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigma, sigmoid_terms, softplus
 from contrastile.schedules.problem import Problem
 
-STATISTICS = tuple(f"{side}_{name}" for side in ("row", "column") for name in SideStatistics._fields)
-"""The names of an outcome's statistics."""
-
 
 @dataclass(frozen=True)
 class Outcome:
     """Loss, statistics and gradients of a problem: their values, or bounds on their errors. All float64.
 
     Attributes:
-        loss: 0-d, not multiplied by the upstream gradient; of the kind "statistics" N, P and D of the rows and then, if
-            they have weights, of the columns, (3, m) or (3, m + n).
+        loss: 0-d, not multiplied by the upstream gradient; of the kind "statistics" these.
         rows: (m, d) dQ.
         columns: (n_c, d) dK for each column block.
         scale: 0-d dscale.
         bias: 0-d dbias of the sigmoid loss, None for softmax.
-        row_negative_lse: (m,), None for the sigmoid loss, as the next two.
-        row_positive_lse: (m,)
-        row_positive_sum: (m,) sum of the positive logits.
-        column_negative_lse: (n,) over the joined columns, None for the sigmoid loss and for a loss of one direction, as
-            the next two.
-        column_positive_lse: (n,)
-        column_positive_sum: (n,)
+        statistics: N, P and D of the rows and then, if they have weights, of the columns, (3, m) or (3, m + n): of the
+            truth and of bounds alone, and None for the sigmoid loss.
         rounding: of bounds, the ``UNIT`` and ``UNDERFLOW`` with which ``rows`` and ``columns`` are rounded where
             they are stored in a dtype coarser than the state; else 0.
     """
@@ -54,12 +44,7 @@ class Outcome:
     columns: tuple[FloatArray, ...]
     scale: FloatArray
     bias: FloatArray | None = None
-    row_negative_lse: FloatArray | None = None
-    row_positive_lse: FloatArray | None = None
-    row_positive_sum: FloatArray | None = None
-    column_negative_lse: FloatArray | None = None
-    column_positive_lse: FloatArray | None = None
-    column_positive_sum: FloatArray | None = None
+    statistics: FloatArray | None = None
     rounding: tuple[float, float] = (0.0, 0.0)
 
 
@@ -185,6 +170,7 @@ def truth(problem: Problem, upstream: float | FloatArray = 1.0) -> Truth:
     scale, bias = float(problem.scale), float(problem.bias) if problem.bias is not None else 0.0
     admitted, positive = masks(problem)
     sides: list[Direction] = []
+    statistics = None
     with np.errstate(all="ignore"):
         products, x = q @ k.T, logits(q, k, scale, bias)
         if problem.margin is not None:
@@ -205,16 +191,16 @@ def truth(problem: Problem, upstream: float | FloatArray = 1.0) -> Truth:
                 given = problem.column_weight, problem.column_target, bars[1]
                 sides.append(_direction(problem, x.T, theirs, positive.T, *given))
                 G = G + _gradient(problem, sides[1], upstream).T
-            if problem.kind == "statistics":
-                loss = np.concatenate([[s.negative_lse, s.positive_lse, s.spread] for s in sides], axis=1)
-            else:
+            statistics = np.concatenate([[s.negative_lse, s.positive_lse, s.spread] for s in sides], axis=1)
+            loss = statistics
+            if problem.kind != "statistics":
                 loss = float64(sum(weighted_sum(side.weight, side.nll) for side in sides))
         found = gradients(q, k, scale, G)
         if problem.margin is not None:
             found = found._replace(d_scale=float64((G * products).sum()))
         outcome = Outcome(
             loss=loss,
-            **dict(zip(STATISTICS, [getattr(s, name) for s in sides for name in SideStatistics._fields], strict=False)),
+            statistics=statistics,
             rows=found.d_rows,
             columns=column_blocks(problem, found.d_columns),
             scale=found.d_scale,

@@ -25,12 +25,12 @@ from contrastile.backends.torch.kept import CPU_KEEP_MIB, keeps
 from contrastile.schedules import triangle
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
-from contrastile.verify.cases import Case, build
+from contrastile.verify.cases import build
 from contrastile.verify.comparison import Worst, compare
+from contrastile.verify.draws import normals, signs, softmax_problem, unit
 from contrastile.verify.execution import outcome
 from contrastile.verify.plain import compare_with_plain
-from contrastile.verify.strategies import CASE, Recipe
-from contrastile.verify.strategies import problem as drawn_problem
+from contrastile.verify.rounding import round_to
 from contrastile.verify.trial import Subject
 from contrastile.verify.truth import Truth, truth
 
@@ -92,9 +92,9 @@ CASES = (
 
 
 @cache
-def known(name: str, dtype: str) -> tuple[Case, Truth]:
+def known(name: str, dtype: str) -> tuple[Problem, Truth]:
     case = build(name, dtype)
-    return case, truth(case.problem)
+    return case, truth(case)
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,7 @@ def test_cases_are_within_their_bounds_by_the_other_methods(
     else:
         for module in (statistics, gradients):
             monkeypatch.setattr(module, "_shared", lambda *_: None)
-    found = worst(case.problem, exact, dtype, RAGGED, facts_of="cuda" if way == "as on a device" else "cpu")
+    found = worst(case, exact, dtype, RAGGED, facts_of="cuda" if way == "as on a device" else "cpu")
     assert found.ratio < 1, str(found)
 
 
@@ -160,27 +160,49 @@ def test_sums_of_rows_may_lie_far_apart(apart: tuple[float, float]) -> None:
     assert found.ratio < 1, str(found)
 
 
+def remembered(seed: int, m: int, n: int, d: int, scale: float, bias: float | None, features: str) -> Problem:
+    """A problem on which a reference once cost digits: unit vectors, pairs that nearly agree, or few vectors."""
+    random = np.random.default_rng(seed)
+    rows, columns = signs(random, m, n, d) if features == "signs" else normals(random, m, n, d)
+    if features == "pairs":
+        rows = columns[np.arange(m) % n] + 0.1 * rows
+    if features == "few":
+        rows, columns = rows[np.arange(m) % 3], columns
+    if features != "signs":
+        rows, columns = unit(rows), unit(columns)
+    ids = random.integers(0, max(2, n // 3), m), random.integers(0, max(2, n // 3), n)
+    positives: Any = np.where(random.random(m) < 0.8, random.integers(0, n, m), n + 3)
+    cut = int(random.integers(0, n + 1)) if features == "signs" else n
+
+    def weight(size: int) -> Any:
+        signed = random.standard_normal(size) * (random.random(size) < 0.75) if features in ("pairs", "signs") else None
+        return np.full(size, 1 / size) if signed is None else signed
+
+    if features != "pairs":
+        positives = np.arange(m) if features == "normal" else None
+    rows, columns = (round_to(x, "float32") for x in (rows, columns))
+    more: Any = {"row_weight": weight(m), "column_weight": weight(n) if features in ("normal", "signs") else None}
+    more |= {"ids": ids} if features == "pairs" else {}
+    blocks = (columns[:cut], columns[cut:]) if cut < n else columns
+    made = softmax_problem(rows, blocks, scale, positives=positives, **more)
+    return replace(made, bias=None if bias is None else np.asarray(bias))
+
+
 @pytest.mark.parametrize(
-    "recipe",
+    "given",
     [
         # some rows have logits near 10 and others one near 128; some columns have none above -60
-        "m=32,n=32,d=136,kind=softmax,features=trained,scale=100.0,bias=-10.0,weights=signed,two_sided=False,"
-        "pairs=drop,blocks=1,tile_rows=0,tile_columns=1,seed=32",
-        "m=1,n=4,d=7,kind=softmax,features=normal,scale=100.0,bias=0.0,weights=mean,two_sided=True,"
-        "pairs=diagonal,blocks=1,tile_rows=0,tile_columns=1,seed=228",
+        (32, 32, 32, 136, 100.0, -10.0, "pairs"),
+        (228, 1, 4, 7, 100.0, None, "normal"),
         # sums far below their reference
-        "m=3,n=25,d=128,kind=softmax,features=signs,scale=8.731809616088867,bias=2.5,weights=signed,two_sided=True,"
-        "pairs=none,blocks=2,tile_rows=0,tile_columns=18,seed=372590230",
+        (372590230, 3, 25, 128, 8.731809616088867, 2.5, "signs"),
         # certain of a wrong pair: forward and backward must round alike
-        "m=9,n=1,d=128,kind=softmax,features=twins,scale=200.0,bias=-10.0,weights=mean,two_sided=False,"
-        "pairs=none,blocks=1,tile_rows=0,tile_columns=16,seed=2380802769",
+        (2380802769, 9, 1, 128, 200.0, -10.0, "few"),
     ],
 )
-def test_a_reference_costs_no_digits_that_a_plain_computation_keeps(recipe: str) -> None:
-    made = Recipe.parse(f"{CASE}:{recipe}")
-    problem, subject = drawn_problem(made, "float32"), Subject("torch", backend, "float32")
-    got = subject.run(problem, options=made.options)
-    found = compare_with_plain(problem, truth(problem), got, subject.accuracy, "float32")
+def test_a_reference_costs_no_digits_that_a_plain_computation_keeps(given: Any) -> None:
+    problem, subject = remembered(*given), Subject("torch", backend, "float32")
+    found = compare_with_plain(problem, truth(problem), subject.run(problem), subject.accuracy, "float32")
     assert found.ratio < 1, str(found)
 
 

@@ -60,7 +60,7 @@ class Counting:
 
 def cut(case: str, row_weights: Sequence[int], column_weights: Sequence[int], dtype: str = "float64") -> Cut:
     """A named case in parts."""
-    return Cut.of(cases.build(case, dtype).problem, row_weights, column_weights)
+    return Cut.of(cases.build(case, dtype), row_weights, column_weights)
 
 
 def placement(comm: InProcess, parts: Cut, exchange: str = "ring") -> Placement:

@@ -135,7 +135,7 @@ def test_a_gather_sends_few_messages(n: int) -> None:
 
 def computed(n: int, exchange: str, case: str = "views") -> list[tuple[list[int], Any]]:
     """The areas of the blocks of each rank's forward and of its backward, and its messages."""
-    parts = Cut.of_itself(cases.build(case, "float64").problem, [1] * n)
+    parts = Cut.of_itself(cases.build(case, "float64"), [1] * n)
 
     def program(comm: InProcess) -> tuple[list[int], Any]:
         areas = [0, 0]

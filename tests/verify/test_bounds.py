@@ -10,29 +10,31 @@ import pytest
 
 from contrastile.backends.contract import Accuracy, Options
 from contrastile.backends.registry import load
+from contrastile.schedules.problem import Problem
 from contrastile.verify.arithmetic import gamma
 from contrastile.verify.bounds import ORACLE, bounds
-from contrastile.verify.cases import Case, build, names
+from contrastile.verify.cases import build, names
 from contrastile.verify.comparison import GRADIENT, compare, parts
 from contrastile.verify.execution import outcome
 from contrastile.verify.plain import plain_outcome
 from contrastile.verify.rounding import round_to
-from contrastile.verify.truth import Outcome, truth
+from contrastile.verify.truth import Truth, truth
 
 UPSTREAM = -0.75
 SMALL = [name for name in names() if not name.startswith("wordnet")]
 FLOAT32 = Accuracy(unit=2.0**-24, accumulate_unit=2.0**-24)
 
 FIELDS = ("loss", *GRADIENT)
+EVERY = ("statistics", *FIELDS)
 
 # NumPy's exponentials warn where a defect or a NaN case makes them
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @cache
-def case(name: str, dtype: str) -> tuple[Case, Outcome]:
+def case(name: str, dtype: str) -> tuple[Problem, Truth]:
     found = build(name, dtype)
-    return found, truth(found.problem, UPSTREAM)
+    return found, truth(found, UPSTREAM)
 
 
 @pytest.mark.parametrize("name", ["ragged", "hot", "labels", "sigmoid-ids", "blocks"])
@@ -41,12 +43,12 @@ def test_features_rounded_to_tf32_are_within_the_bounds_that_know_of_it_and_no_o
     found, exact = case(name, "float32")
     torch = load("torch")
     # float16 has the significand of tf32, and enough range for these features
-    rounded = [round_to(x, "float16") for x in (found.problem.rows, *found.problem.columns)]
-    problem = replace(found.problem, rows=rounded[0], columns=tuple(rounded[1:]))
+    rounded = [round_to(x, "float16") for x in (found.rows, *found.columns)]
+    problem = replace(found, rows=rounded[0], columns=tuple(rounded[1:]))
     got = outcome(problem, torch, "float32", upstream=UPSTREAM)
     facts = torch.accuracy("float32", "cpu")
     told, untold = (
-        compare(got, exact.outcome, bounds(found.problem, exact, each, "float32", UPSTREAM)).ratio
+        compare(got, exact.outcome, bounds(found, exact, each, "float32", UPSTREAM)).ratio
         for each in (replace(facts, input_rounding=2.0**-11), facts)
     )
     assert told < 1 < untold
@@ -60,7 +62,7 @@ def test_features_rounded_to_tf32_are_within_the_bounds_that_know_of_it_and_no_o
 def test_a_margin_and_label_smoothing_are_within_the_bounds_and_a_loss_without_them_is_not(
     name: str, option: dict[str, float]
 ) -> None:
-    plain, torch = build(name, "float32").problem, load("torch")
+    plain, torch = build(name, "float32"), load("torch")
     problem = replace(plain, **option)
     exact = truth(problem, UPSTREAM)
     bound = bounds(problem, exact, torch.accuracy("float32", "cpu"), "float32", UPSTREAM)
@@ -74,26 +76,26 @@ def test_a_margin_and_label_smoothing_are_within_the_bounds_and_a_loss_without_t
 def test_bounds_know_the_tile_that_was_asked_for() -> None:
     found, exact = case("ragged", "float32")
     options = Options(tile=(2, 3))
-    small, large = (bounds(found.problem, exact, FLOAT32, "float32", UPSTREAM, each) for each in (options, None))
-    assert np.all(small.row_negative_lse > large.row_negative_lse)
+    small, large = (bounds(found, exact, FLOAT32, "float32", UPSTREAM, each) for each in (options, None))
+    assert np.all(small.statistics[0] > large.statistics[0])
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_float64_is_within_the_oracles_own_bounds(name: str) -> None:
     """A float64 backend is as inexact as the oracle: the bound counts both."""
     found, exact = case(name, "float64")
-    columns = tuple(block[:, ::-1] for block in found.problem.columns)
-    again = replace(found.problem, rows=found.problem.rows[:, ::-1], columns=columns)
+    columns = tuple(block[:, ::-1] for block in found.columns)
+    again = replace(found, rows=found.rows[:, ::-1], columns=columns)
     other = truth(again, UPSTREAM).outcome
     other = replace(other, rows=other.rows[:, ::-1], columns=tuple(block[:, ::-1] for block in other.columns))
-    assert compare(other, exact.outcome, bounds(found.problem, exact, ORACLE, "float64", UPSTREAM)).ratio < 1
+    assert compare(other, exact.outcome, bounds(found, exact, ORACLE, "float64", UPSTREAM), EVERY).ratio < 1
 
 
 @pytest.mark.parametrize("name", ["ragged", "hot", "labels", "certain-shared"])
 def test_a_loss_of_the_statistics_is_within_its_bounds_and_one_of_other_bars_is_not(name: str) -> None:
     """What is 2^-12 off is within the bounds of an arithmetic of so few digits alone."""
     problem, draw, numpy = (
-        replace(build(name, "float32").problem, kind="statistics"),
+        replace(build(name, "float32"), kind="statistics"),
         np.random.default_rng(5),
         load("numpy"),
     )
@@ -102,11 +104,7 @@ def test_a_loss_of_the_statistics_is_within_its_bounds_and_one_of_other_bars_is_
     exact = truth(problem, drawn)
     fine, coarse = (bounds(problem, exact, each, "float32", drawn) for each in (FLOAT32, _larger(unit=2.0**-10)))
     near, far = (outcome(problem, numpy, "float32", upstream=drawn * x) for x in (1.0, 1 + 2.0**-12))
-    fields = ("loss", *GRADIENT)
-    found = [
-        compare(got, exact.outcome, bound, fields).ratio < 1
-        for got, bound in ((near, fine), (far, fine), (far, coarse))
-    ]
+    found = [compare(got, exact.outcome, bound).ratio < 1 for got, bound in ((near, fine), (far, fine), (far, coarse))]
     assert found == [True, False, True]
 
 
@@ -115,8 +113,8 @@ def test_a_loss_of_the_statistics_is_within_its_bounds_and_one_of_other_bars_is_
 def test_bounds_have_the_shapes_of_the_truth_and_no_nan(name: str, dtype: str) -> None:
     found, exact = case(name, dtype)
     facts = ORACLE if dtype == "float64" else FLOAT32
-    limit = dict(parts(bounds(found.problem, exact, facts, dtype, UPSTREAM)))
-    for field, value in parts(exact.outcome):
+    limit = dict(parts(bounds(found, exact, facts, dtype, UPSTREAM), EVERY))
+    for field, value in parts(exact.outcome, EVERY):
         assert (limit[field] is None) == (value is None)
         if value is not None:
             assert limit[field].shape == value.shape
@@ -147,7 +145,7 @@ def _larger(**facts: float) -> Accuracy:
 def test_every_fact_counts(name: str, facts: Accuracy) -> None:
     """A less accurate backend never gets a tighter bound, and somewhere a wider one (in dQ, where the fact reaches)."""
     found, exact = case(name, "float32")
-    wide, narrow = (dict(parts(bounds(found.problem, exact, each, "float32"))) for each in (facts, FLOAT32))
+    wide, narrow = (dict(parts(bounds(found, exact, each, "float32"), EVERY)) for each in (facts, FLOAT32))
     given = [field for field, value in narrow.items() if value is not None]
     if not (name == "sigmoid" and (facts.shared_reference or facts.tile(9) == 1)):
         assert np.any(wide["rows"] > narrow["rows"])
@@ -160,7 +158,7 @@ def test_every_fact_counts(name: str, facts: Accuracy) -> None:
 def test_a_state_finer_than_the_features_pays_for_its_cast(dtype: str) -> None:
     """A float64 kernel on narrower features gives the truth rounded once, and the bound is little more than that."""
     found, exact = case("ragged", dtype)
-    limit = bounds(found.problem, exact, ORACLE, dtype, UPSTREAM)
+    limit = bounds(found, exact, ORACLE, dtype, UPSTREAM)
     once = [np.abs(round_to(x, dtype) - x) for x in (exact.outcome.rows, *exact.outcome.columns)]
     assert all(np.all(a <= b) for a, b in zip(once, (limit.rows, *limit.columns), strict=True))
     assert np.any(2 * once[0] > limit.rows)
@@ -169,24 +167,24 @@ def test_a_state_finer_than_the_features_pays_for_its_cast(dtype: str) -> None:
 def test_no_bound_where_the_arithmetic_has_no_digits_left() -> None:
     assert gamma(1.0) == np.inf
     found, exact = case("ragged", "float32")
-    hopeless = bounds(found.problem, exact, _larger(depth=lambda k: 2**24), "float32")
-    assert np.all(np.isinf(hopeless.row_negative_lse))
+    hopeless = bounds(found, exact, _larger(depth=lambda k: 2**24), "float32")
+    assert np.all(np.isinf(hopeless.statistics[0, : len(exact.q)]))
     assert np.isinf(hopeless.scale)
 
 
 def test_the_bound_of_an_exact_case_is_a_few_roundings() -> None:
     """With no logits (scale 0) every log-sum-exp is log n: its bound is what storing and summing n ones may cost."""
     found, exact = case("wide-scale", "float32")
-    limit = bounds(found.problem, exact, FLOAT32, "float32")
+    limit = bounds(found, exact, FLOAT32, "float32")
     n = len(exact.k)
     roundings = n + 2 * (2 * FLOAT32.exp_ulps + 2) + 4 * np.log(n) + FLOAT32.exp_ulps * (np.log(n) + 1)
-    assert np.all(limit.row_negative_lse <= gamma(roundings * FLOAT32.unit) * 2)
+    assert np.all(limit.statistics[0, : len(exact.q)] <= gamma(roundings * FLOAT32.unit) * 2)
 
 
 @pytest.mark.parametrize("name", ["certain", "certain-shared"])
 def test_positives_inside_the_log_sum_exps_need_wider_bounds(name: str) -> None:
     """A plain computation subtracts its positives, and is exact only within the bounds of one that does."""
-    problem = build(name, "float32").problem
+    problem = build(name, "float32")
     exact = truth(problem)
     got = plain_outcome(problem, exact, FLOAT32, "float32")
     inside, separate = (
@@ -198,8 +196,8 @@ def test_positives_inside_the_log_sum_exps_need_wider_bounds(name: str) -> None:
 
 def test_the_upstream_gradient_scales_the_gradients_bounds_and_not_the_values() -> None:
     found, _ = case("ragged", "float32")
-    once = bounds(found.problem, truth(found.problem), FLOAT32, "float32")
-    four = bounds(found.problem, truth(found.problem, 4.0), FLOAT32, "float32", 4.0)
+    once = bounds(found, truth(found), FLOAT32, "float32")
+    four = bounds(found, truth(found, 4.0), FLOAT32, "float32", 4.0)
     assert once.loss == four.loss
     # all but the absolute underflow terms are linear, and those are far below one rounding here
     assert np.all(np.abs(four.rows - 4 * once.rows) <= 2.0**-40 * four.rows)

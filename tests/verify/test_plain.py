@@ -21,7 +21,7 @@ FINITE = [name for name in names() if not name.startswith(("wordnet", "nan", "in
 
 @pytest.mark.parametrize("name", FINITE)
 def test_the_plain_computation_is_no_noisier_than_itself(name: str) -> None:
-    problem = build(name, "float32").problem
+    problem = build(name, "float32")
     exact = truth(problem)
     with np.errstate(all="ignore"):
         got = plain_outcome(problem, exact, FLOAT32, "float32")
@@ -32,7 +32,7 @@ def test_the_plain_computation_is_no_noisier_than_itself(name: str) -> None:
 @pytest.mark.parametrize("name", CERTAIN)
 def test_separate_positives_are_far_more_exact(name: str) -> None:
     """The plain computation loses the loss of certain pairs; the oracle's own tiles in float64 do not."""
-    problem = build(name, "float32").problem
+    problem = build(name, "float32")
     exact = truth(problem)
     with np.errstate(all="ignore"):
         lost = abs(plain_outcome(problem, exact, FLOAT32, "float32").loss - exact.outcome.loss)
@@ -43,7 +43,7 @@ def test_separate_positives_are_far_more_exact(name: str) -> None:
 
 @pytest.mark.parametrize("field", ["loss", "rows", "scale"])
 def test_noise_beyond_the_plain_computation_s_fails(field: str) -> None:
-    problem = build("square-ragged", "float32").problem
+    problem = build("square-ragged", "float32")
     exact = truth(problem)
     noisy = getattr(exact.outcome, field) * (1 + 2.0**-12)
     found = compare_with_plain(problem, exact, replace(exact.outcome, **{field: noisy}), FLOAT32, "float32")
@@ -52,7 +52,7 @@ def test_noise_beyond_the_plain_computation_s_fails(field: str) -> None:
 
 
 def test_twice_the_plain_computation_s_error_is_the_limit_on_a_host_and_three_times_on_a_gpu() -> None:
-    problem = build("square-ragged", "float32").problem
+    problem = build("square-ragged", "float32")
     exact = truth(problem)
     with np.errstate(all="ignore"):
         plain = plain_outcome(problem, exact, FLOAT32, "float32")

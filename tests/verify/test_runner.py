@@ -115,7 +115,7 @@ def left_halfway(wrong):
         (refusing(2), ("drawn", "drawn"), "pass", ""),
         (left_halfway(0.0), ("smoke", "tiles"), "refused", "tile must be 7 x 5"),
         # a failure before a refusal is one
-        (left_halfway(1.0), ("smoke", "tiles"), "fail", "row_negative_lse"),
+        (left_halfway(1.0), ("smoke", "tiles"), "fail", "tile 7 x 5: columns[0]"),
         (replace(NUMPY, lse=lambda *_: {}["ill"]), ("smoke", "value"), "fail", "raised KeyError: 'ill'"),
         (
             replace(NUMPY, state=lambda dtype: "float32"),

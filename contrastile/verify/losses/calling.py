@@ -14,31 +14,13 @@ import numpy as np
 from contrastile.backends.contract import Array, state_dtype
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
 from contrastile.verify.draws import FAR
-from contrastile.verify.losses.cases import CALLS, HIGH, build, rounded, sized
+from contrastile.verify.losses import repeating
+from contrastile.verify.losses.cases import CALLS, HIGH, build, rounded
 from contrastile.verify.losses.claims import Claims
-from contrastile.verify.losses.properties import (
-    ONE_CALL,
-    LossProperty,
-    LossTrial,
-    by_autograd,
-    claimed,
-)
-from contrastile.verify.losses.repeating import (
-    everything,
-    interleaved,
-    leaks,
-    numbered,
-    prepared,
-    repeats,
-    retained,
-    rewritten,
-    settings,
-    threads,
-)
-from contrastile.verify.losses.subject import prepare
+from contrastile.verify.losses.properties import ONE_CALL, LossProperty, LossTrial, by_autograd, claimed
+from contrastile.verify.losses.repeating import numbered
 from contrastile.verify.rounding import UNIT, round_to
 from contrastile.verify.trial import SkipError
-from contrastile.verify.truth import Outcome
 
 _SCALES = HIGH, HIGH - 0.4, 3.0, 0.07, -14.3
 _BIASES = -2.7, -3.1, 2.0, 0.3, -40.1
@@ -49,7 +31,7 @@ def leaves(trial: LossTrial) -> Comparisons:
     case, claims = trial.case, trial.loss.claims
     rows, width = case.arguments.features[0].shape
     # of shapes that no call has had: the first wants least
-    trial = trial.other(sized(claims, claims.batch(rows + 1) or rows, width, case.dtype, case.facts, seed=6))
+    trial = trial.resized(claims.batch(rows + 1) or rows, width, 6)
     given = trial.case.arguments
     count = len(given.features) + len(given.negatives)
     numbers = 1 + (given.bias is not None)
@@ -57,14 +39,14 @@ def leaves(trial: LossTrial) -> Comparisons:
     places = places if claims.scale_gradient else places[:count]
     sizes = range(1, len(places) + 1) if len(places) < 5 else (1, 2, len(places) - 1, len(places))
     exact = trial.expected
-    right = [exact.rows, *exact.columns, exact.scale, exact.bias]
+    right: list[Any] = [exact.rows, *exact.columns, exact.scale, exact.bias]
     for wanted in (x for size in sizes for x in combinations(places, size)):
         ways: dict[str, Any] = {"": None}
         if not any(place >= count for place in wanted):
             ways["numbers for scale and bias"] = float
         for label, number in ways.items():
             got = trial.run(train=trial.train(wanted), number=number)
-            gradients = [*got.features, got.scale, got.bias]
+            gradients = got.gradients
             names = "argument " + ", ".join(map(str, wanted)) + " alone" * (len(wanted) < len(places))
             label = ", ".join(filter(None, (names, label)))
             if any(gradients[place] is None for place in wanted):
@@ -73,11 +55,11 @@ def leaves(trial: LossTrial) -> Comparisons:
             if any(x is not None for place, x in enumerate(gradients) if place not in wanted):
                 yield label, wrong("a frozen argument has a gradient")
             # in place of those that are frozen, what is right
-            *features, scale, bias = (y if x is None else x for x, y in zip(gradients, right, strict=True))
-            full = replace(got, features=tuple(features), scale=scale, bias=bias, by_autograd=True)
+            rows, *columns, scale, bias = (y if x is None else x for x, y in zip(gradients, right, strict=True))
+            full = replace(got, rows=rows, columns=tuple(columns), scale=scale, bias=bias, by_autograd=True)
             yield label, trial.compare(full, trial.fields)
     for label, made in _of_other_types().items():
-        call = prepared(trial)
+        call = trial.call()
         for each in (call.leaves, call.numbers):
             each[:] = [made(x.detach()).requires_grad_(x.requires_grad) if hasattr(x, "detach") else x for x in each]
         call.passed = call.leaves
@@ -114,7 +96,7 @@ def numbers(trial: LossTrial) -> Comparisons:
         return
     name, has_default = _fourth(trial.loss.call)
     if name == "bias":
-        call = prepared(trial)
+        call = trial.call()
         named = call.finish(call(lambda *args, **more: trial.loss.call(*args[:-1], bias=args[-1], **more)))
         yield "the bias by its name", trial.compare(named, trial.fields)
     if has_default:
@@ -131,7 +113,7 @@ def _ways(trial: LossTrial, *, whole: bool) -> Iterator[tuple[str, Callable[[flo
     yield "a numpy.float32", np.float32, False
     arrays, case = trial.loss.arrays, trial.case
     state = state_dtype(case.dtype)
-    like = prepare(trial.loss, case.arguments, case.dtype, trial.device).leaves[0]
+    like = trial.call().leaves[0]
     kinds: list[tuple[tuple[int, ...], str]] = [((), state)]
     # beside a tensor of 16 bits a plain computation takes the dtype of one of shape (1,), not of one of shape ()
     if state == case.dtype or case.facts is not None:
@@ -167,7 +149,7 @@ def aliases(trial: LossTrial) -> Comparisons:
     if len(given.features) != 2:
         raise SkipError("has one array of features")
     same = trial.other(replace(case, arguments=replace(given, features=(given.features[0],) * 2)))
-    call = prepared(same)
+    call = same.call()
     call.passed = [call.leaves[0]] * 2
     found = call.finish(call())
     if not found.by_autograd:
@@ -175,16 +157,16 @@ def aliases(trial: LossTrial) -> Comparisons:
     else:
         yield "one tensor twice", same.compare(found, ("loss",))
         if claims.feature_gradients:
-            both, bound = _added(same.expected), _added(same.bound)
-            error = np.abs(found.features[0] - both) if found.features[0] is not None else np.full(both.shape, np.inf)
+            both, bound = (x.rows + x.columns[0] for x in (same.expected, same.bound))
+            error = np.abs(found.rows - both) if found.rows is not None else np.full(both.shape, np.inf)
             size = bound + UNIT[case.dtype] * (np.abs(both) + bound)
             yield "one tensor twice", Worst(float((error / size).max()), "the gradient", (), float(error.max()), 0.0)
-        call = prepared(same)
+        call = same.call()
         call.passed = [call.leaves[0], call.leaves[0].detach()]
         found = call.finish(call())
-        found = replace(found, features=(found.features[0], same.result.features[1]))
+        found = replace(found, columns=same.result.columns)
         yield "a tensor and itself detached", same.compare(found, trial.fields)
-    call = prepared(trial)
+    call = trial.call()
     joined = trial.loss.arrays.concat([x.detach() if hasattr(x, "detach") else x for x in call.leaves])
     b = len(given.features[0])
     if claims.by_autograd and claims.feature_gradients:
@@ -193,7 +175,7 @@ def aliases(trial: LossTrial) -> Comparisons:
     found = call.finish(call())
     if found.by_autograd and claims.feature_gradients:
         gradient = np.array(trial.loss.arrays.to_numpy(joined.grad), dtype=np.float64)
-        found = replace(found, features=(gradient[:b], gradient[b:]))
+        found = replace(found, rows=gradient[:b], columns=(gradient[b:],))
     yield "halves of one storage", trial.compare(found, trial.fields)
     yield from _of_one_storage(trial)
 
@@ -214,13 +196,13 @@ def _of_one_storage(trial: LossTrial) -> Comparisons:
     for b, d in sizes:
         width = d if (b, d) == _LARGE else max(b, d)
         base = round_to(np.random.default_rng([b, d]).standard_normal((2 * b, width)) / d**0.5, case.dtype)
-        memory = arrays.asarray(base.copy(), case.dtype, prepared(trial).leaves[0])
+        memory = arrays.asarray(base.copy(), case.dtype, trial.call().leaves[0])
         for label, views in _VIEWS.items():
             expected, given = views(base, b, d), views(memory, b, d)
             if expected[0].shape != expected[1].shape or claims.width(expected[0].shape[1]) != expected[0].shape[1]:
                 continue
             here = trial.other(replace(case, arguments=replace(case.arguments, features=expected)))
-            call = prepared(here)
+            call = here.call()
             for x, leaf in zip(given, call.leaves, strict=True):
                 if getattr(leaf, "requires_grad", False):
                     x.requires_grad_()
@@ -238,10 +220,6 @@ _VIEWS: dict[str, Callable[[Array, int, int], tuple[Array, Array]]] = {
 """Pairs of matrices of b rows in one array."""
 
 
-def _added(x: Outcome) -> Any:
-    return x.rows + x.columns[0]
-
-
 def autocast(trial: LossTrial) -> Comparisons:
     """In the caller's autocast it is a computation in autocast's dtype, which leaves float64 alone."""
     import torch
@@ -257,7 +235,7 @@ def autocast(trial: LossTrial) -> Comparisons:
         given = replace(rounded(case.arguments, "bfloat16"), scale=2.0)
         narrow = trial.other(replace(case, arguments=given))
         # the second time its signature is known
-        for call in (prepared(narrow), prepared(narrow)):
+        for call in (narrow.call(), narrow.call()):
             found = call.finish(call())
         returned = call.returned[1:] if isinstance(call.returned, tuple | list) else ()
         if any(x is not None and x.dtype != y.dtype for x, y in zip(returned, call.leaves, strict=False)):
@@ -265,7 +243,7 @@ def autocast(trial: LossTrial) -> Comparisons:
         if not torch.is_autocast_enabled(trial.device):
             yield "", wrong("the caller's autocast is off")
     if case.facts is not None:
-        features = [x for x in found.features if x is not None]
+        features = [x for x in (found.rows, *found.columns) if x is not None]
         same = all(np.array_equal(x, round_to(x, "bfloat16"), equal_nan=True) for x in features)
         yield (
             "",
@@ -285,7 +263,7 @@ def integers(trial: LossTrial) -> Comparisons:
     given = case.arguments
     for dtype in claims.integers:
         try:
-            trial.loss.arrays.asarray(np.zeros(1, np.int64), dtype, prepared(trial).leaves[0])
+            trial.loss.arrays.asarray(np.zeros(1, np.int64), dtype, trial.call().leaves[0])
         except (AttributeError, TypeError):
             # this version of the library has none
             continue
@@ -321,7 +299,7 @@ def refusals(trial: LossTrial) -> Comparisons:
         except (ValueError, IndexError, RuntimeError):
             yield label, NOTHING
             continue
-        numbers = [np.asarray(x) for x in everything(found)]
+        numbers = [np.asarray(x) for x in (found.loss, *found.gradients) if x is not None]
         yield label, NOTHING if all(np.isnan(x).any() for x in numbers) else wrong("a number, where nothing is right")
 
 
@@ -341,7 +319,7 @@ def queues(trial: LossTrial) -> Comparisons:
     }
     for label, (negatives, which) in ways.items():
         here = trial.other(replace(case, arguments=replace(case.arguments, negatives=negatives)))
-        call = prepared(here)
+        call = here.call()
         own = call.leaves[call.count :]
         call.passed = [*call.leaves[: call.count], *(own[i] if i >= 0 else call.leaves[1] for i in which)]
         call.sequence = tuple
@@ -353,7 +331,7 @@ def queues(trial: LossTrial) -> Comparisons:
         yield label, here.compare(found, trial.fields)
         if found.by_autograd and which:
             frozen = here.run(train=here.train([2]))
-            yield f"{label}, the query frozen", NOTHING if frozen.features[2] is not None else wrong("no gradient")
+            yield f"{label}, the query frozen", NOTHING if frozen.columns[1] is not None else wrong("no gradient")
 
 
 def _retained(claims: Claims) -> str:
@@ -373,17 +351,19 @@ REPEATED = {
     for each in (
         LossProperty("leaves", leaves, CALLS, claim=by_autograd),
         LossProperty("numbers", numbers, CALLS, claim=claimed("numbers", "numbers, or tensors of shape (1,)")),
-        LossProperty("interleaved", interleaved, CALLS),
-        LossProperty("rewritten", rewritten, CALLS),
-        LossProperty("retained", retained, CALLS, claim=_retained),
+        LossProperty("interleaved", repeating.interleaved, CALLS),
+        LossProperty("rewritten", repeating.rewritten, CALLS),
+        LossProperty("retained", repeating.retained, CALLS, claim=_retained),
         LossProperty("aliases", aliases, CALLS),
         LossProperty("autocast", autocast, CALLS, claim=_autocast),
-        LossProperty("settings", settings, CALLS, claim=claimed("deterministic", "the same bits for the same inputs")),
-        LossProperty("repeats", repeats, CALLS),
-        LossProperty("leaks", leaks, CALLS),
+        LossProperty(
+            "settings", repeating.settings, CALLS, claim=claimed("deterministic", "the same bits for the same inputs")
+        ),
+        LossProperty("repeats", repeating.repeats, CALLS),
+        LossProperty("leaks", repeating.leaks, CALLS),
         LossProperty("integers", integers, CALLS, claim=_integers),
         LossProperty("queues", queues, CALLS, claim=claimed("negatives", "negatives")),
-        LossProperty("threads", threads, CALLS),
+        LossProperty("threads", repeating.threads, CALLS),
         LossProperty("refusals", refusals, CALLS, claim=claimed("positives", "positives")),
     )
 }

@@ -95,34 +95,21 @@ def module(loss: Target, settings: dict[str, Any], *, trains: bool = True) -> Ta
     kind(world_size=2, parameter_reduction="sum")
     group = settings.get("group")
     place = {} if group is None else {"rank": group.rank, "world_size": group.size}
-    of_options = functools.cache(lambda **options: kind(**place, **settings, **options).train(trains))
-
-    def made(*given: Any, ids: Any = None, weights: Any = None, **options: Any) -> Any:
-        return of_options(**options)(*given, ids=ids, weights=weights)
-
-    if loss is losses.clip_loss:
-
-        def with_bias(image: Array, text: Array, scale: Any, **more: Any) -> Any:
-            # it shifts every logit, and changes nothing; DDP waits for its gradient
-            bias = image.new_zeros(1).requires_grad_(trains)
-            found = _kind(made(image, text, scale, bias, trains, **more), dict if trains else torch.Tensor)
-            if trains and torch.is_grad_enabled():
-                (gradient,) = torch.autograd.grad([*found.values()], bias, retain_graph=True, allow_unused=True)
-                assert gradient is not None
-            return found
-
-        return with_bias
+    made = functools.cache(lambda **options: kind(**place, **settings, **options).train(trains))
 
     def target(image: Array, text: Array, scale: Any, bias: Any = None, **more: Any) -> Any:
-        return _kind(made(image, text, scale, bias, trains, **more), dict if trains else torch.Tensor)
+        # CLIP's bias shifts every logit, and changes nothing; DDP waits for its gradient
+        shift = image.new_zeros(1).requires_grad_(trains) if loss is losses.clip_loss else None
+        arrays = {name: more.pop(name, None) for name in ("ids", "weights")}
+        found = made(**more)(image, text, scale, bias if shift is None else shift, trains, **arrays)
+        if not isinstance(found, dict if trains else torch.Tensor):
+            raise ValueError(f"a module must return a dict in training alone, got {type(found).__name__}")
+        if shift is not None and trains and torch.is_grad_enabled():
+            (gradient,) = torch.autograd.grad([*found.values()], shift, retain_graph=True, allow_unused=True)
+            assert gradient is not None
+        return found
 
     return target
-
-
-def _kind(found: Any, kind: type) -> Any:
-    if not isinstance(found, kind):
-        raise ValueError(f"a module must return a {kind.__name__}, got {type(found).__name__}")
-    return found
 
 
 def blocked(way: Callable[..., Target], loss: Target, settings: dict[str, Any]) -> Target:

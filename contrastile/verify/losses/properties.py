@@ -18,7 +18,7 @@ from contrastile.verify.losses import allowed
 from contrastile.verify.losses.arguments import SELF
 from contrastile.verify.losses.cases import MEMORY, SIZES, LossCase, sized
 from contrastile.verify.losses.claims import Claims
-from contrastile.verify.losses.subject import Loss, Result, prepare
+from contrastile.verify.losses.subject import Call, Loss, Result, prepare
 from contrastile.verify.plain import compare_with_plain
 from contrastile.verify.rearrange import folded
 from contrastile.verify.sizes import COUNTS, WIDTHS
@@ -77,6 +77,10 @@ class LossTrial:
         pieces = tuple(min(block, m - start) for start in range(0, m, block))
         return allowed.allowed(self.case, upstream, Spread(pieces, pieces * len(self.case.problem.columns)))
 
+    def call(self, **how: Any) -> Call:
+        """A call of this case's arguments, made as ``prepare`` makes it."""
+        return prepare(self.loss, self.case.arguments, self.case.dtype, self.device, **how)
+
     def run(self, **how: Any) -> Result:
         """``Loss.evaluate`` on this case."""
         return self.loss.evaluate(self.case.arguments, self.case.dtype, self.device, **how)
@@ -86,7 +90,7 @@ class LossTrial:
         import torch
 
         with torch.inference_mode() if inference else torch.no_grad():
-            call = prepare(self.loss, self.case.arguments, self.case.dtype, self.device, train=self.train([]))
+            call = self.call(train=self.train([]))
             return call.finish(call())
 
     def train(self, leaves: Sequence[int]) -> list[bool]:
@@ -119,6 +123,10 @@ class LossTrial:
         """The same loss on another case."""
         return LossTrial(self.loss, case, self.device)
 
+    def resized(self, rows: int, width: int, seed: int = 0) -> LossTrial:
+        """The same loss on a case of another size."""
+        return self.other(sized(self.loss.claims, rows, width, self.case.dtype, self.case.facts, seed=seed))
+
     @property
     def fields(self) -> list[str]:
         """The value and the gradients that are claimed."""
@@ -137,20 +145,7 @@ def compared(case: LossCase, found: Result, exact: Outcome, bound: Outcome, fiel
         # of the negatives no gradient is returned
         last = len(case.arguments.features) - 1
         exact, bound = (replace(x, columns=x.columns[:last]) for x in (exact, bound))
-    return named(compare(outcome(found), exact, bound, fields), case)
-
-
-def outcome(found: Result) -> Outcome:
-    """A result in the fields of the truth; one that is None is missing."""
-    rows, *columns = found.features
-    missing: Any = None
-    return Outcome(
-        loss=found.loss,
-        rows=missing if rows is None else rows,
-        columns=tuple(missing if x is None else x for x in columns),
-        scale=missing if found.scale is None else found.scale.reshape(()),
-        bias=None if found.bias is None else found.bias.reshape(()),
-    )
+    return named(compare(found, exact, bound, fields), case)
 
 
 def named(worst: Worst, case: LossCase) -> Worst:
@@ -190,7 +185,7 @@ def plain(trial: LossTrial) -> Comparisons:
         raise SkipError("the plain computation does not normalise")
     trial.only_right(["loss", *gradient_fields(claims)])
     view, facts = partial(_claimed_part, claims), allowed.rounded_once(case)
-    got = outcome(trial.result)
+    got: Outcome = trial.result
     if claims.objective in SELF and claims.feature_gradients:
         # norms are of both views
         got = replace(got, rows=np.concatenate([got.rows, *got.columns]), columns=())
@@ -217,7 +212,7 @@ def upstream(trial: LossTrial) -> Comparisons:
         # as a gradient scaler begins with
         yield f"upstream {_LARGE}", trial.compare(trial.run(upstream=_LARGE), fields, _LARGE)
     found = trial.run(upstream=np.nan)
-    swallowed = any(x is not None and x.size and np.isfinite(x).all() for x in (*found.features, found.scale))
+    swallowed = any(x is not None and x.size and np.isfinite(x).all() for x in found.gradients[:-1])
     yield "upstream NaN", wrong("a gradient is finite") if swallowed else NOTHING
 
 
@@ -228,12 +223,12 @@ def gradient_fields(claims: Claims) -> list[str]:
 
 def determinism(trial: LossTrial) -> Comparisons:
     """The same inputs give the same bits."""
-    yield "second run", named(identical(outcome(trial.run()), outcome(trial.result)), trial.case)
+    yield "second run", named(identical(trial.run(), trial.result), trial.case)
 
 
 def inputs_kept(trial: LossTrial) -> Comparisons:
     """The loss writes to none of its inputs."""
-    call = prepare(trial.loss, trial.case.arguments, trial.case.dtype, trial.device)
+    call = trial.call()
     take = trial.loss.arrays.to_numpy
     given = [*call.leaves, *call.labels, *call.keywords.values()]
     before = [np.array(take(_bare(x))).tobytes() for x in given]
@@ -291,7 +286,7 @@ def sizes(trial: LossTrial) -> Comparisons:
     shapes = dict.fromkeys((claims.batch(b), claims.width(d)) for b, d in wished)
     for b, d in shapes:
         if b is not None and d is not None:
-            here = trial.other(sized(claims, b, d, case.dtype, case.facts))
+            here = trial.resized(b, d)
             try:
                 yield f"b = {b}, d = {d}", here.compare(here.result, trial.fields)
             except SkipError:
@@ -304,14 +299,14 @@ _LARGEST = {"cpu": 1024, "cuda": 8192}
 
 def linear_memory(trial: LossTrial) -> Comparisons:
     """Memory grows with the batch, not with its square."""
-    claims, device, dtype = trial.loss.claims, trial.device, trial.case.dtype
+    claims, device = trial.loss.claims, trial.device
     largest, width = _LARGEST[device], trial.case.batch.width
     batches = sorted({b for k in (4, 2, 1) if (b := claims.batch(largest // k)) is not None})
     if len(batches) < 3:
         raise SkipError(f"needs batches of {largest // 4} to {largest} rows")
 
     def measured(b: int) -> float:
-        call = prepare(trial.loss, sized(claims, b, width, dtype).arguments, dtype, device)
+        call = trial.resized(b, width).call()
         return peak.peak_bytes(trial.loss.arrays.name, device, lambda: call.finish(call()))
 
     # first calls fill caches and compile

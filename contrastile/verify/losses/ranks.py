@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ from contrastile.verify.comparison import Comparisons, Worst, parts
 from contrastile.verify.losses import allowed
 from contrastile.verify.losses.cases import LossCase, sized
 from contrastile.verify.losses.claims import Claims
-from contrastile.verify.losses.properties import compared, outcome
+from contrastile.verify.losses.properties import compared
 from contrastile.verify.losses.subject import Loss, Result, load
 from contrastile.verify.trial import SkipError
 from contrastile.verify.truth import Outcome
@@ -54,21 +54,8 @@ _START = 30.0
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from contrastile.verify.losses.ranks import main; main()"
 
 
-@dataclass(frozen=True, slots=True)
-class SharedCase:
-    """A case shared by ranks.
-
-    Attributes:
-        case: the joined batch.
-        shards: rows of each rank.
-    """
-
-    case: LossCase
-    shards: tuple[int, ...]
-
-
-def shared(name: str, claims: Claims, ranks: int) -> SharedCase:
-    """The case of this name for so many ranks.
+def shared(name: str, claims: Claims, ranks: int) -> tuple[LossCase, tuple[int, ...]]:
+    """The case of this name for so many ranks: the joined batch, and the rows of each rank.
 
     Raises:
         ValueError: the loss claims none; the message says which claim is missing.
@@ -83,7 +70,7 @@ def shared(name: str, claims: Claims, ranks: int) -> SharedCase:
     if name != "shards" and len(set(shards)) == 1:
         raise ValueError("batches of different sizes")
     sizes = tuple(rows for rows in shards if rows is not None)
-    return SharedCase(sized(claims, sum(sizes), width, dtype_of(claims)), sizes)
+    return sized(claims, sum(sizes), width, dtype_of(claims)), sizes
 
 
 def dtype_of(claims: Claims) -> str:
@@ -116,15 +103,14 @@ class Ranks:
 
     def check(self, name: str, ranks: int, fields: tuple[str, ...]) -> Comparisons:
         """Compare the fields of one case on so many ranks."""
-        given = shared(name, self.loss.claims, ranks)
+        case, shards = shared(name, self.loss.claims, ranks)
         results = self._results[ranks]
         if isinstance(results, str):
             raise RuntimeError(results)
         found = results[name]
-        exact = allowed.expected(given.case)
-        bound = allowed.allowed(given.case, spread=Spread(given.shards, given.shards))
-        worst = compared(given.case, found, exact, bound, fields)
-        yield _label(ranks, worst, outcome(found), exact, fields), worst
+        exact = allowed.expected(case)
+        worst = compared(case, found, exact, allowed.allowed(case, spread=Spread(shards, shards)), fields)
+        yield _label(ranks, worst, found, exact, fields), worst
 
     @cached_property
     def _results(self) -> Results:
@@ -218,13 +204,11 @@ def _world(given: tuple[Any, ...], seconds: float, size: int, folder: Path) -> d
         while not context.join(max(0.0, end - time.monotonic())):
             if time.monotonic() > end:
                 return f"the ranks took longer than {seconds:g} s"
-    except multiprocessing.ProcessExitedException as error:
-        return f"rank {error.error_index} {ending(context.processes[error.error_index].exitcode)}"
-    except multiprocessing.ProcessRaisedException:
+    except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException):
         # a rank that is gone was so before those that waited for it raised; the others were then terminated
         codes = {rank: process.exitcode for rank, process in enumerate(context.processes)}
         for rank, code in codes.items():
-            if code not in (None, -signal.SIGTERM) and not (folder / f"error{rank}").exists():
+            if code not in (0, None, -signal.SIGTERM) and not (folder / f"error{rank}").exists():
                 return f"rank {rank} {ending(code)}"
         return min(folder.glob("error*"), key=lambda path: path.stat().st_mtime_ns).read_text()
     finally:
@@ -260,19 +244,18 @@ def _as_rank(loss: Loss, rank: int, size: int, folder: Path) -> dict[str, Result
             given = shared(name, loss.claims, size)
         except ValueError:
             continue
-        found[name] = _under_ddp(loss, call, given, rank)
+        found[name] = _under_ddp(loss.claims, call, *given, rank)
     dist.barrier()
     return found
 
 
-def _under_ddp(loss: Loss, call: Any, given: SharedCase, rank: int) -> Result:
+def _under_ddp(claims: Claims, call: Any, case: LossCase, shards: tuple[int, ...], rank: int) -> Result:
     """The mean of the ranks' values, and the parameters' gradients after DDP's mean."""
     import torch
     import torch.distributed as dist
 
-    case, claims = given.case, loss.claims
-    start = sum(given.shards[:rank])
-    own = slice(start, start + given.shards[rank])
+    start = sum(shards[:rank])
+    own = slice(start, start + shards[rank])
 
     class Towers(torch.nn.Module):
         """Its parameters are the features of the joined batch."""
@@ -303,7 +286,6 @@ def _under_ddp(loss: Loss, call: Any, given: SharedCase, rank: int) -> Result:
     def take(x: Any) -> Any:
         return None if x is None else np.array(x.detach().double().numpy())
 
-    gradients = [take(x.grad) for x in towers.features]
-    numbers = [take(x.grad) for x in towers.numbers]
-    found = Result(take(mean / dist.get_world_size()), tuple(gradients))
-    return replace(found, **dict(zip(("scale", "bias"), numbers, strict=False)))
+    rows, *columns = (take(x.grad) for x in towers.features)
+    scale, bias = [*(take(x.grad) for x in towers.numbers), None, None][:2]
+    return Result(take(mean / dist.get_world_size()), rows, tuple(columns), scale, bias)

@@ -7,7 +7,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -15,19 +14,14 @@ from contrastile.backends.contract import Array
 from contrastile.verify import peak, process
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, identical, largest, wrong
 from contrastile.verify.layouts import transposed
-from contrastile.verify.losses.cases import LossCase, build, rounded, sized
-from contrastile.verify.losses.properties import UPSTREAM, LossTrial, by_autograd, gradient_fields, outcome, placed
-from contrastile.verify.losses.subject import Call, Result, prepare
+from contrastile.verify.losses.cases import LossCase, build, rounded
+from contrastile.verify.losses.properties import UPSTREAM, LossTrial, by_autograd, gradient_fields, placed
+from contrastile.verify.losses.subject import Call
 from contrastile.verify.trial import SkipError
 
 _MANY = 520
 _LARGE = 263, 8
 """More than 40,000 logits, and more than 256 rows."""
-
-
-def prepared(trial: LossTrial) -> Call:
-    """A call of a trial's arguments."""
-    return prepare(trial.loss, trial.case.arguments, trial.case.dtype, trial.device)
 
 
 def numbered(case: LossCase, scale: float, bias: float) -> LossCase:
@@ -42,16 +36,6 @@ def with_negatives(case: LossCase) -> LossCase:
     return replace(case, arguments=replace(given, negatives=(given.features[1][::-1] / 2,)))
 
 
-def gradients_of(x: Result) -> list[Any]:
-    """In the order of the arguments."""
-    return [*x.features, x.scale, x.bias]
-
-
-def everything(x: Result) -> list[Any]:
-    """What there is of value and gradients."""
-    return [y for y in (x.loss, *gradients_of(x)) if y is not None]
-
-
 def interleaved(trial: LossTrial) -> Comparisons:
     """Neither another call, nor its backward pass, nor who writes to its results changes those of a call."""
     case, claims = trial.case, trial.loss.claims
@@ -61,10 +45,10 @@ def interleaved(trial: LossTrial) -> Comparisons:
     if b is not None and d is not None and case.dtype == "float32" and trial.loss.block is None:
         sizes.append((b, d))
     for number, (rows, width) in enumerate([*sizes, *sizes[:1] * claims.negatives]):
-        two = [trial.other(sized(claims, rows, width, case.dtype, case.facts, seed=seed)) for seed in (1, 2)]
+        two = [trial.resized(rows, width, seed) for seed in (1, 2)]
         if number == len(sizes):
             two = [each.other(with_negatives(each.case)) for each in two]
-        calls = [prepared(each) for each in two]
+        calls = [each.call() for each in two]
         returned = [call() for call in calls]
         label = f"b = {rows}, d = {width}{', negatives' * (number == len(sizes))}: "
         before = [call.bits() for call in calls]
@@ -72,7 +56,7 @@ def interleaved(trial: LossTrial) -> Comparisons:
         for name, each, result in zip(("first", "second"), two, found, strict=True):
             yield f"{label}the {name} of two calls, then their backward passes", each.compare(result, trial.fields)
         after = [call.bits() for call in calls]
-        again = prepared(two[1])
+        again = two[1].call()
         again.finish(again())
         same = all(x[: len(y)] == y for x, y in zip(after, before, strict=True)) and [c.bits() for c in calls] == after
         yield f"{label}results after another call", NOTHING if same else wrong("they were changed")
@@ -92,9 +76,8 @@ def rewritten(trial: LossTrial) -> Comparisons:
     """New values in the same arrays count; written between the passes they are an error, or their old ones count."""
     case = trial.case
     rows, width = case.arguments.features[0].shape
-    new_case = sized(trial.loss.claims, rows, width, case.dtype, case.facts, seed=3)
-    other = trial.other(numbered(new_case, case.arguments.scale, case.arguments.bias or 0.0))
-    call, new = prepared(trial), prepared(other)
+    other = trial.other(numbered(trial.resized(rows, width, 3).case, case.arguments.scale, case.arguments.bias or 0.0))
+    call, new = trial.call(), other.call()
     call.finish(call())
     for x, y in zip([*call.leaves, *call.labels], [*new.leaves, *new.labels], strict=True):
         _written(x, y)
@@ -102,7 +85,7 @@ def rewritten(trial: LossTrial) -> Comparisons:
     yield "new values in the same arrays", other.compare(call.finish(call()), trial.fields)
     if not trial.loss.claims.by_autograd:
         return
-    call = prepared(trial)
+    call = trial.call()
     value = call()
     _written(call.leaves[0], new.leaves[0])
     try:
@@ -130,7 +113,7 @@ def retained(trial: LossTrial) -> Comparisons:
     if trial.loss.claims.positives:
         trials["few keys, "] = trial.other(build("few-keys", trial.case.dtype, trial.loss.claims, trial.case.facts))
     for kind, each in trials.items():
-        call = prepared(each)
+        call = each.call()
         value = call()
         call.finish(value, retain=True)
         for label, upstream in (("a second backward pass", UPSTREAM), ("a third, upstream 1 / 30", 1.0)):
@@ -168,7 +151,7 @@ def threads(trial: LossTrial) -> Comparisons:
     """Calls are right in another thread, in two threads at once, and if one thread goes back what another went."""
     case = trial.case
     rows, width = case.arguments.features[0].shape
-    two = [trial.other(sized(trial.loss.claims, rows, width, case.dtype, case.facts, seed=seed)) for seed in (4, 5)]
+    two = [trial.resized(rows, width, seed) for seed in (4, 5)]
 
     def judged(each: LossTrial) -> Worst:
         return each.compare(each.run(), trial.fields)
@@ -184,7 +167,7 @@ def threads(trial: LossTrial) -> Comparisons:
             sys.setswitchinterval(interval)
         yield label, worst
     if by_autograd(trial.loss.claims) == "":
-        call = prepared(trial)
+        call = trial.call()
         value = call()
         with ThreadPoolExecutor(1) as pool:
             found = pool.submit(call.finish, value).result()
@@ -193,16 +176,16 @@ def threads(trial: LossTrial) -> Comparisons:
 
 def repeats(trial: LossTrial) -> Comparisons:
     """After 520 calls a call gives what the first gave."""
-    claims, case = trial.loss.claims, trial.case
-    small = trial.other(sized(claims, claims.batch(4) or 1, claims.width(3) or 1, case.dtype, case.facts))
-    call = prepared(small)
+    claims = trial.loss.claims
+    small = trial.resized(claims.batch(4) or 1, claims.width(3) or 1)
+    call = small.call()
     first = call.finish(call())
     for _ in range(_MANY):
         call()
     again = small.run()
     yield f"call {_MANY}", small.compare(again, trial.fields)
     if claims.deterministic:
-        yield f"call {_MANY}", identical(outcome(again), outcome(first))
+        yield f"call {_MANY}", identical(again, first)
 
 
 _ROUNDS, _STEPS = 8, 64
@@ -211,14 +194,13 @@ _ROUNDS, _STEPS = 8, 64
 
 def leaks(trial: LossTrial) -> Comparisons:
     """What a call allocates is freed with its results."""
-    claims, case = trial.loss.claims, trial.case
-    b = claims.batch(64)
+    b = trial.loss.claims.batch(64)
     if b is None:
         raise SkipError("needs a batch of 64 rows")
-    arguments = sized(claims, b, case.batch.width, case.dtype, case.facts).arguments
+    many_rows = trial.resized(b, trial.case.batch.width)
 
     def step() -> None:
-        call = prepare(trial.loss, arguments, case.dtype, trial.device)
+        call = many_rows.call()
         call.finish(call())
 
     # first calls fill caches

@@ -14,32 +14,29 @@ import numpy as np
 
 from contrastile.backends.arrays import ArrayLibrary, CupyArrays, TorchArrays
 from contrastile.backends.contract import Accuracy, Array, state_dtype
-from contrastile.oracle.arrays import FloatArray
 from contrastile.reporting import CannotRunError, one_line
 from contrastile.verify.execution import putter
 from contrastile.verify.losses.arguments import Arguments
 from contrastile.verify.losses.claims import Claims
+from contrastile.verify.truth import Outcome
 
 _ARRAYS: dict[str, Callable[[Any], ArrayLibrary]] = {"numpy": ArrayLibrary, "cupy": CupyArrays, "torch": TorchArrays}
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a loss gave: the value, and the gradient of each differentiable argument, None where there is none.
+@dataclass(frozen=True)
+class Result(Outcome):
+    """What a loss gave: in ``rows`` and ``columns`` the gradient of each of the features and negatives, None for none.
 
     Attributes:
-        loss: 0-d.
-        features: one gradient for each of ``Arguments.features``, and for each of the negatives.
-        scale: 0-d.
-        bias: 0-d.
         by_autograd: whether autograd gave the gradients; otherwise the loss returned them.
     """
 
-    loss: FloatArray
-    features: tuple[FloatArray | None, ...]
-    scale: FloatArray | None = None
-    bias: FloatArray | None = None
     by_autograd: bool = False
+
+    @property
+    def gradients(self) -> list[Any]:
+        """In the order of the arguments."""
+        return [self.rows, *self.columns, self.scale, self.bias]
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,8 +181,9 @@ class Call:
                 f"a loss that returns its gradients must return (loss, gradients...), got {type(returned).__name__}"
             )
         gradients += [None] * (leaves + 2 - len(gradients))
-        scale, bias = map(self._take, gradients[leaves : leaves + 2])
-        return Result(self._take(value), tuple(map(self._take, gradients[:leaves])), scale, bias, by_autograd)
+        rows, *columns = map(self._take, gradients[:leaves])
+        scale, bias = (None if x is None else self._take(x).reshape(()) for x in gradients[leaves : leaves + 2])
+        return Result(self._take(value), rows, tuple(columns), scale, bias, by_autograd=by_autograd)  # type: ignore[arg-type]
 
     def forget(self) -> None:
         """Drop the gradients of the backward passes so far, to which the next would add."""

@@ -46,32 +46,6 @@ def test_plain_losses_are_within_the_bounds_of_a_plain_computation(objective, dt
         assert {row["property"] for row in counted} == set(ONE_CALL) - {"linear-memory", "sizes"}
 
 
-def test_a_loss_that_returns_its_gradients_needs_no_autograd():
-    def numpy_clip(image, text, scale, ids=None):
-        value, gradients = both(image, text, scale, ids=ids)
-        return value, *gradients
-
-    rows = list(
-        check(numpy_clip, {"library": "numpy", "ids": True, "dtypes": ("float32", "float64")}, cases=("hot", "ids"))
-    )
-    found = statuses(rows)
-    assert "fail" not in found
-    assert found["pass"] >= {
-        (case, name) for case in ("hot", "ids") for name in ("value", "gradients", "scale-gradient")
-    }
-    assert ("all", "upstream") in found["unclaimed"]
-
-    def torch_clip(image, text, scale):
-        assert not image.requires_grad
-        value, gradients = both(image, text, scale)
-        return value, *gradients[:2]
-
-    claims = {"returns_gradients": True, "scale_gradient": False, "state": "float32", "dtypes": "bfloat16"}
-    found = statuses(check(torch_clip, claims, cases=["hot"]))
-    assert "fail" not in found
-    assert ("hot", "gradients") in found["pass"]
-
-
 def test_a_tuple_holds_gradients_whether_that_is_said_or_not():
     def undeclared(image, text, scale):
         value, gradients = both(image, text, scale)
