@@ -60,7 +60,8 @@ def tiles(block: Block, options: Options) -> Iterator[Tile]:
             positive = positive & ~itself
             over_row = none if p.row_limits is None else x > p.row_limits[r, None]
             over_column = none if p.column_limits is None else x > p.column_limits[c]
-            yield Tile(r, c, q, k, x, positive, positive | ~(dropped | itself), (over_row, over_column))
+            admitted, beyond = positive | ~(dropped | itself), (over_row, over_column)
+            yield Tile(r, c, q, k, x, positive, admitted, beyond)
 
 
 def merge(state: Array, x: Array, axis: int) -> None:
@@ -81,7 +82,8 @@ def lse(block: Block, columns: bool, options: Options) -> Statistics:
     for t in tiles(block, options):
         for axis, where in ((1, t.rows), (0, t.columns)):
             negatives, positives, sums = sides[1 - axis]
-            others = np.where(t.admitted & ~t.positive & ~t.beyond[1 - axis], t.x, -np.inf)
+            counts = t.admitted & ~t.positive & ~t.beyond[1 - axis]
+            others = np.where(counts, t.x, -np.inf)
             merge(negatives[where], others, axis)
             merge(positives[where], np.where(t.positive, t.x, -np.inf), axis)
             sums[where, 0] += np.where(t.positive, t.x, 0.0).sum(axis)
@@ -114,7 +116,8 @@ def gradients(
             # a lone positive has the target 1: x is P, whatever a product made of it
             q = np.where(target == 1, 1.0, q)
             positive = _product(by_p, q) + _product(by_d, q - target)
-            g += np.where(t.positive, positive, np.where(beyond, 0.0, _product(by_n, negatives)))
+            negative = np.where(beyond, 0.0, _product(by_n, negatives))
+            g += np.where(t.positive, positive, negative)
         _add(np.where(t.admitted, g, 0.0), t, row_gradient, column_gradient)
 
 
