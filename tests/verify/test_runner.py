@@ -171,7 +171,7 @@ def test_float32_runs_in_every_precision_that_a_backend_names():
         return NUMPY.lse(block, columns, options)
 
     several = replace(NUMPY, precisions=frozenset({"ieee", "split"}), accuracy=accuracy, lse=lse)
-    how = {"cases": ["one-row"], "properties": ["value"], "dtypes": ["float32", "float16"]}
+    how = {"cases": ["one-row"], "properties": ["gradients"], "dtypes": ["float32", "float16"]}
     assert [row["dtype"] for row in Run(Selection({"several": several}, **how)).rows()] == [
         "float32",
         "float32/split",
@@ -204,7 +204,7 @@ def test_a_workspace_and_what_may_be_kept_reach_the_backend_and_the_command(keep
 
     backend = replace(NUMPY, accuracy=accuracy, lse=lse, keeping=lse if keeps else None)
     given = Options(workspace=3, keep=0)
-    selection = Selection({"numpy": backend}, ["one-row"], ["value"], ["float64"], workspace=3, keep=0)
+    selection = Selection({"numpy": backend}, ["one-row"], ["gradients"], ["float64"], workspace=3, keep=0)
     assert [row["status"] for row in Run(selection).rows()] == ["pass"]
     assert asked == [given]
     # who has no use for them is not asked to take them
