@@ -68,7 +68,7 @@ def verify(folder: Path, *words: str) -> tuple[int, list[dict[str, str]]]:
 
 @pytest.mark.parametrize("how", [pytest.param(how, marks=[pytest.mark.slow] * (how == "hangs")) for how in SAID])
 def test_it_fails_by_its_case_and_the_rest_is_tested(how: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["--case", "one-row", "smoke", "one-column", "--property", "value"]
+    words = ["--case", "one-row", "smoke", "one-column", "--property", "gradients"]
     # long enough for the others on a busy machine
     words += ["--deadline", "60"] * (how == "hangs")
     code, rows = verify(folder, "--backend", f"ill_module:{how}", *words)
@@ -79,7 +79,7 @@ def test_it_fails_by_its_case_and_the_rest_is_tested(how: str, folder: Path, cap
     assert SAID[how] in failed["reason"]
     out, err = capfd.readouterr()
     assert "--case smoke" in out
-    assert f"FAILED ill_module:{how} value smoke float64" in out
+    assert f"FAILED ill_module:{how} gradients smoke float64" in out
     # its output is in the report, and nowhere else
     assert out.count("hello") == (how in ("prints", "writes"))
     assert err == ""
