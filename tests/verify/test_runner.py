@@ -174,7 +174,7 @@ def test_precision_workspace_and_what_may_be_kept_reach_the_backend_and_the_comm
     backend = replace(NUMPY, precisions=frozenset(precisions), **changes)
     # float32 runs in every precision that the backend names
     labels = ["float32", *["float32/split"] * (len(precisions) - 1), "float16"]
-    selection = Selection({"it": backend}, ["one-row"], ["value"], ["float32", "float16"], workspace=3, keep=0)
+    selection = Selection({"it": backend}, ["one-row"], ["gradients"], ["float32", "float16"], workspace=3, keep=0)
     assert [(row["dtype"], row["status"]) for row in Run(selection).rows()] == [(label, "pass") for label in labels]
     given = [Options(precision=label.partition("/")[2] or "ieee", workspace=3, keep=0) for label in labels]
     assert asked == given
