@@ -183,7 +183,7 @@ def test_precision_workspace_and_what_may_be_kept_reach_the_backend_and_the_comm
     for label, check in zip(labels, selection, strict=True):
         dtype, _, precision = label.partition("/")
         named = f" --precision {precision or 'ieee'}" * (len(precisions) > 1 and label != "float16")
-        assert f"--dtype {dtype}{named} --workspace 3 --keep 0 --property value" in check.command("hot")
+        assert f"--dtype {dtype}{named} --workspace 3 --keep 0 --property gradients" in check.command("hot")
     (row,) = Run(Selection({"plain": NUMPY}, ["one-row"], ["value"], ["float32"], precisions=["tf32"])).rows()
     assert (row["status"], row["reason"]) == ("skip", "computes float32 in ieee only")
 
