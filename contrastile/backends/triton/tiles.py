@@ -121,7 +121,8 @@ def any_beyond(acc, alpha, row_limits, column_limits, i, j, m, n):
         least = tl.min(tl.load(row_limits + i, mask=i < m, other=float("inf")), 0)
     if column_limits is not None:
         least = tl.minimum(least, tl.min(tl.load(column_limits + j, mask=j < n, other=float("inf")), 0))
-    return tl.max(tl.max(rounded(acc, alpha), 1), 0) > least
+    # in one go: of a maximum of maxima Triton 3.7 has no layout on sm_100
+    return tl.max(tl.reshape(rounded(acc, alpha), (acc.shape[0] * acc.shape[1],), can_reorder=True), 0) > least
 
 
 @triton.jit
