@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 import contrastile
+from contrastile import compute, problems
+from contrastile.backends.contract import Options, UnsupportedProblemError
+from contrastile.backends.registry import load
 from contrastile.oracle import named
 
 B, N, WIDTH = 23, 31, 12
@@ -69,3 +73,9 @@ def test_value_and_grad_of_sup_con_with_keys_has_the_gradients_of_its_own_argume
 def test_modules_show_their_options() -> None:
     made = contrastile.nn.ClipLoss(ids_are="positives", label_smoothing=0.2)
     assert repr(made) == "ClipLoss(backend='auto', tile=None, ids_are='positives', label_smoothing=0.2)"
+
+
+def test_a_backend_that_knows_no_limits_is_given_none() -> None:
+    problem = problems.clip(IMAGE, TEXT, 2.0, threshold=0.1).problem
+    with pytest.raises(UnsupportedProblemError, match="limits and thresholds must be None"):
+        compute.problem_loss(problem, replace(load("torch"), limits=False), Options())

@@ -395,6 +395,7 @@ class Backend:
         contract: the number of the contract that it is written for, 2; ``registry.load`` refuses any other.
         diagonal: None, or the whole of a small common loss in fewer operations: see ``Diagonal``.
         compensated: whether statistics are (m, 2) where the state is float64: see ``SideStatistics``.
+        limits: whether it takes pairs with limits; any other is given none.
     """
 
     name: str
@@ -418,6 +419,7 @@ class Backend:
     contract: int = 1
     diagonal: Diagonal | None = None
     compensated: bool = False
+    limits: bool = False
 
     def check(self, block: Block, options: Options | None = None) -> None:
         """Raise UnsupportedProblemError with the reason, if this backend refuses the block or the options.
@@ -429,6 +431,8 @@ class Backend:
         if options is not None and dtype == "float32" and options.precision not in self.precisions:
             known = " or ".join(sorted(self.precisions))
             self._refuse(f"precision must be {known} here, got {options.precision}; or name another backend")
+        if not self.limits and not block.pairs.row_limits is block.pairs.column_limits is None:
+            self._refuse("limits and thresholds must be None, got some; name another backend")
         reason = self.supports(block)
         if reason:
             self._refuse(reason)

@@ -34,11 +34,6 @@ def supports(block: Block) -> str | None:
     return None
 
 
-def limited(block: Block) -> bool:
-    """Whether the rows or the columns have limits."""
-    return block.pairs.row_limits is not None or block.pairs.column_limits is not None
-
-
 def own_references(dtype: str) -> bool:
     """Whether each tile has its own reference for exponentials, instead of one for the block.
 

@@ -72,7 +72,7 @@ def alone(objective: str, subject: Subject, case: str) -> Comparisons:
             elsewhere = name.endswith("@far") and subject.label != "float32"
             # what is done to many rows at a time is not done in blocks, which would be thousands
             elsewhere = elsewhere or (loss.block is not None and name in OPTIONS and BATCHES[name].rows > _MANY)
-            elsewhere = elsewhere or (name.startswith("threshold") and not subject.takes_limits)
+            elsewhere = elsewhere or (name.startswith("threshold") and not subject.backend.limits)
             if name != CALLS and (elsewhere or not concerns(name, "value", None, objective)):
                 continue
             if not asked(case, f"{loss.name}, {name}"):
@@ -158,7 +158,7 @@ def _shared(objective: str, rows: Sequence[int], subject: Subject) -> Iterator[S
         return formed(batch, b, _WIDTH, subject.dtype, loss.claims, loss.facts)
 
     for name in names[objective]:
-        if name == "threshold" and not subject.takes_limits:
+        if name == "threshold" and not subject.backend.limits:
             continue
         here = case(replace(BATCHES.get(name, BATCHES["smoke"]), scale=12.5 if name == CALLS else 37.3))
         more = [shares(len(x), [(3 * rank + 1) % 4 for rank in range(world)]) for x in here.arguments.negatives]

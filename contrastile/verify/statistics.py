@@ -57,7 +57,7 @@ def _problems(subject: Subject) -> Iterator[tuple[str, Problem]]:
         target, over = (target_weights(x).max(axis=1, initial=0.0) for x in (positive, positive.T))
         two_sided = {} if made.excluded is not None else {"column_weight": np.ones(len(over)), "column_target": over}
         yield kind, (stated := replace(made, row_target=target, **two_sided))
-        if kind == "as many columns" and subject.takes_limits:
+        if kind == "as many columns" and subject.backend.limits:
             yield "limits", with_limits(stated)
 
 

@@ -13,10 +13,10 @@ import numpy as np
 from contrastile.backends.contract import Accuracy, Backend, Options
 from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.problem import Problem
-from contrastile.verify import cases, facts
+from contrastile.verify import facts
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import Comparisons, Worst, compare
-from contrastile.verify.execution import Want, materialise, outcome
+from contrastile.verify.execution import Want, outcome
 from contrastile.verify.truth import Outcome, Truth, truth
 from contrastile.verify.worlds import World
 
@@ -91,13 +91,6 @@ class Subject:
     def label(self) -> str:
         """The dtype, and the precision unless it is "ieee": "float32/tf32"."""
         return self.dtype if self.precision == "ieee" else f"{self.dtype}/{self.precision}"
-
-    @property
-    def takes_limits(self) -> bool:
-        """Whether the backend takes problems whose rows and columns have limits."""
-        problem = cases.build("limits", self.dtype)
-        ((_, block),) = materialise(problem, self.backend, self.dtype, self.device).blocks()
-        return self.backend.supports(block) is None
 
     @property
     def options(self) -> Options:

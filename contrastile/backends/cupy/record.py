@@ -16,7 +16,7 @@ from contrastile.backends.cupy.instances import ARITHMETICS, KEPT_DTYPE
 from contrastile.backends.cupy.keeping import most_rows, size_of
 from contrastile.backends.cupy.launch import capability
 from contrastile.backends.cupy.sigmoid_pass import sigmoid_loss
-from contrastile.backends.passes import limited, own_references, supports
+from contrastile.backends.passes import own_references, supports
 from contrastile.backends.settings import kept_bytes
 
 
@@ -98,7 +98,7 @@ backend = Backend(
     lse=lse,
     gradients=gradients,
     sigmoid=sigmoid_loss,
-    supports=lambda block: "limits and thresholds must be None, got some" if limited(block) else supports(block),
+    supports=supports,
     precisions=frozenset(ARITHMETICS),
     finished=finished,
     keeping=partial(lse, keep=True),

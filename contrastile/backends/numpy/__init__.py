@@ -176,4 +176,5 @@ backend = Backend(
     state=lambda dtype: "float64",
     contract=2,
     compensated=True,
+    limits=True,
 )

@@ -60,5 +60,6 @@ backend = Backend(
     footprint=footprint,
     contract=2,
     compensated=True,
+    limits=True,
     diagonal=Diagonal(diagonal.takes, diagonal.loss, diagonal.gradients),
 )

@@ -8,7 +8,7 @@ the device. Under Triton's interpreter (TRITON_INTERPRET=1) the same kernels run
 from __future__ import annotations
 
 from contrastile.backends.contract import PRECISIONS, Accuracy, Backend, Block, Options
-from contrastile.backends.passes import limited, own_references, supports
+from contrastile.backends.passes import own_references, supports
 from contrastile.backends.triton.arrays import ARRAYS
 from contrastile.backends.triton.backward_pass import finished, gradients
 from contrastile.backends.triton.configs import INTERPRETED
@@ -42,7 +42,7 @@ def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:
 
 def _supports(block: Block) -> str | None:
     """Why the kernels cannot take a block, or None."""
-    if limited(block) and block.pairs.match == "target":
+    if block.pairs.match == "target" and not block.pairs.row_limits is block.pairs.column_limits is None:
         return "limits must be None where ids name the positives, got some"
     return supports(block)
 
@@ -65,4 +65,5 @@ backend = Backend(
     replayable=True,
     footprint=footprint,
     contract=2,
+    limits=True,
 )
