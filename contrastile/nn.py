@@ -251,6 +251,7 @@ class SigLipLoss(_Loss):
         rank: see ``ClipLoss``.
         world_size: see ``ClipLoss``.
         dist_impl: "bidir", "shift", "reduce", "gather" or None; changes nothing here: see ``exchange``.
+        chunk_size: of open_clip 4; changes nothing here, where the matrix is never whole.
         ids_are: see ``contrastile.sigmoid_loss``.
         **settings: see ``contrastile.plan.Settings``; ``parameter_reduction="mean"`` is right under DDP and FSDP.
 
@@ -268,6 +269,7 @@ class SigLipLoss(_Loss):
         world_size: int = 1,
         dist_impl: str | None = None,
         *,
+        chunk_size: int | None = None,
         ids_are: str = "false_negatives",
         **settings: Unpack[Settings],
     ) -> None:
