@@ -252,11 +252,10 @@ def limits(form: Form) -> tuple[FloatArray, FloatArray]:
     found = []
     for axis in (1, 0):
         own = np.where(P, x, 0.0).sum(axis=axis, keepdims=True)
-        if np.isfinite(t):
-            own = np.where(P.any(axis=axis, keepdims=True), own * (1 + t) if form.options.relative else own + t, np.inf)
-        else:
-            own = np.full(own.shape, np.inf)
-        found.append(np.reshape(form.scale, (-1, 1)) * own + form.bias)
+        most = np.where(P.any(axis=axis, keepdims=True), own * (1 + t) if form.options.relative else own + t, np.inf)
+        finite = np.isfinite(most)
+        limit = np.reshape(form.scale, (-1, 1)) * np.where(finite, most, 0.0) + form.bias
+        found.append(np.where(finite, limit, np.inf))
     return found[0], found[1]
 
 

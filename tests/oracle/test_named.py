@@ -146,12 +146,14 @@ OPTIONS = {
     "shared targets, smoothed": (Pairs(row_ids=IDS, column_ids=IDS, match="target"), Options(smoothing=0.25), W),
     "inside": (Pairs(row_ids=IDS, column_ids=IDS, match="target"), Options(inside=True), None),
     "a margin": (Pairs(np.arange(B)), Options(margin=0.25), None),
+    "a threshold": (Pairs(np.arange(B)), Options(threshold=0.1), W),
+    "a relative threshold": (Pairs(np.arange(B)), Options(threshold=-0.3, relative=True), None),
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_are_torch_s_cross_entropy_and_the_papers(name: str) -> None:
-    """Label smoothing by torch itself, L_in by SupCon Eq. 3, the margin by CosFace Eq. 4."""
+    """Label smoothing by torch itself, L_in by SupCon Eq. 3, the margin by CosFace Eq. 4, a threshold by a mask."""
     pairs, options, weights = OPTIONS[name]
     a, t, s = leaves(I, T, S)
     positive = torch.tensor(pairs.positive(B, B)).double()
@@ -161,6 +163,9 @@ def test_options_are_torch_s_cross_entropy_and_the_papers(name: str) -> None:
         if options.inside:
             p = (x.softmax(1) * positive).sum(1) / positive.sum(1)
             return (w * -p.log()).sum() / w.sum()
+        own, t = x.diagonal()[:, None].detach(), options.threshold
+        # a number that no exponential holds, for no target times -inf is 0
+        x = x.masked_fill((x > (own * (1 + t) if options.relative else own + S * t)) & (positive == 0), -1e30)
         x = x - s * options.margin * positive
         y = positive / positive.sum(1, keepdim=True)
         each = cross_entropy(x, y, label_smoothing=options.smoothing, reduction="none")
