@@ -53,6 +53,13 @@ def precision_put_back() -> Iterator[None]:
         torch.set_float32_matmul_precision("highest")
 
 
+def skip_where_missing(mutant: Mutant) -> None:
+    """Skip the test of a mutant whose package is not installed."""
+    reason = missing(mutant, "cpu")
+    if reason is not None:
+        pytest.skip(reason)
+
+
 def plant(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every function of the patched file its code in the patched source."""
     name = ".".join([PACKAGE.name, *Path(mutant.file).with_suffix("").parts]).removesuffix(".__init__")
@@ -88,9 +95,7 @@ def recorded(mutant: Mutant) -> Iterator[Row]:
 
 def checked(mutant: Mutant, **chosen: Any) -> Iterator[Row]:
     """What verify says, in the world of a mutant's component; by the mutant's own checks where none are chosen."""
-    reason = missing(mutant, "cpu")
-    if reason is not None:
-        pytest.skip(reason)
+    skip_where_missing(mutant)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     own = parser.parse_args([*world(mutant), *mutant.checks])
@@ -101,6 +106,7 @@ def checked(mutant: Mutant, **chosen: Any) -> Iterator[Row]:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_where_missing(mutant)
     plant(mutant, monkeypatch)
     # the record may be older than the mutant, or than the check
     first = recorded(mutant) if mutant.name in CAUGHT_BY and not mutant.checks else ()
