@@ -76,15 +76,10 @@ def drawn(subject: Subject, case: str) -> Comparisons:
     refusals: list[str] = []
 
     def test(number: int) -> None:
-        try:
-            worst = judge(problem(subject.seed, number, subject.dtype))
-        except UnsupportedProblemError as reason:
-            refusals.append(str(reason))
-            return
-        except Exception as error:
-            worst = wrong(one_line(error))
-        found.append((f"{CASE}:{number}", worst))
-        assert worst.ratio < 1
+        worst = _judged(number, subject, judge, refusals)
+        if worst is not None:
+            found.append((f"{CASE}:{number}", worst))
+            assert worst.ratio < 1
 
     # versions differ in which there are
     checks: list[Any] = list(hypothesis.HealthCheck)
@@ -120,6 +115,17 @@ def _temporary_home() -> Iterator[None]:
             set_hypothesis_home_dir(None)
 
 
+def _judged(number: int, subject: Subject, judge: Callable[[Drawn], Worst], refusals: list[str]) -> Worst | None:
+    """What is found of the problem of this number; None, and the reason among the refusals, where it is refused."""
+    try:
+        return judge(problem(subject.seed, number, subject.dtype))
+    except UnsupportedProblemError as reason:
+        refusals.append(str(reason))
+        return None
+    except Exception as error:
+        return wrong(one_line(error))
+
+
 def _not_too_many(refusals: list[str], count: int) -> None:
     """Raise UnsupportedProblemError if a backend refused too many of the problems."""
     if len(refusals) > REFUSED_SHARE * count:
@@ -148,13 +154,9 @@ def searched(subject: Subject, case: str, judge: Callable[[Drawn], Worst]) -> Co
     refusals: list[str] = []
     numbers = [numbered(case)] if one else range(subject.examples)
     for number in numbers:
-        try:
-            worst = judge(problem(subject.seed, number, subject.dtype))
-        except UnsupportedProblemError as reason:
-            refusals.append(str(reason))
+        worst = _judged(number, subject, judge, refusals)
+        if worst is None:
             continue
-        except Exception as error:
-            worst = wrong(one_line(error))
         yield f"{name}:{number}", worst
         if not worst.ratio < 1:
             return
