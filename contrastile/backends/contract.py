@@ -87,6 +87,11 @@ class Pairs:
     row_limits: Array | None = None
     column_limits: Array | None = None
 
+    @property
+    def limited(self) -> bool:
+        """Whether the rows or the columns have limits."""
+        return self.row_limits is not None or self.column_limits is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -431,7 +436,7 @@ class Backend:
         if options is not None and dtype == "float32" and options.precision not in self.precisions:
             known = " or ".join(sorted(self.precisions))
             self._refuse(f"precision must be {known} here, got {options.precision}; or name another backend")
-        if not self.limits and not block.pairs.row_limits is block.pairs.column_limits is None:
+        if block.pairs.limited and not self.limits:
             self._refuse("limits and thresholds must be None, got some; name another backend")
         reason = self.supports(block)
         if reason:

@@ -69,7 +69,7 @@ def gradients(
     for tile in tiles(block, pairs, products, options, kept, known=kept is not None):
         matched = tile.pairs.matched
         exact = _matched_entries(tile, sides) if certain and matched is not None else None
-        beyond: Masks = tile.pairs.beyond(tile.x) if kept is None else (None, None)
+        beyond = tile.pairs.beyond(tile.x)
         if kept is not None and shared is not None:
             tile = _from_kept(tile, shared)
         elif shared is not None:

@@ -43,8 +43,7 @@ def keeping(block: Block, columns: bool, options: Options) -> Statistics:
 
     See ``contract.Backend.keeping``. Memory beyond the result: a tile, and O(m + n) in float64.
     """
-    limited = block.pairs.row_limits is not None or block.pairs.column_limits is not None
-    kept = None if limited else Kept.new(block.rows, block.columns, state_of(block.rows))
+    kept = None if block.pairs.limited else Kept.new(block.rows, block.columns, state_of(block.rows))
     return _statistics(block, columns, options, kept)
 
 

@@ -42,7 +42,7 @@ def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:
 
 def _supports(block: Block) -> str | None:
     """Why the kernels cannot take a block, or None."""
-    if block.pairs.match == "target" and not block.pairs.row_limits is block.pairs.column_limits is None:
+    if block.pairs.match == "target" and block.pairs.limited:
         return "limits must be None where ids name the positives, got some"
     return supports(block)
 

@@ -44,7 +44,7 @@ class Masks:
         bias = 0.0 if block.bias is None else block.bias
         given = self.pairs.row_limits, self.pairs.column_limits
         self.limits = [None if x is None else (x - bias) * LOG2E.value for x in given]
-        self.limited = any(x is not None for x in given)
+        self.limited = pairs.limited
         self.masked = self.pairs.excluded is not None or self.pairs.match is not None
 
     def vectors(self) -> tuple[Any, Any, Any]:
