@@ -33,7 +33,7 @@ COMPONENTS = (*FACE, "schedule", EXCHANGE, "numpy", "torch", "triton", "cupy")
 """The code that has the defect: what people call, the schedule of one process or of several ranks, or one backend."""
 
 _BELOW = {"schedule": "numpy", EXCHANGE: "numpy", **dict.fromkeys(FACE, "torch")}
-"""The backend with which verify runs a component that is none."""
+"""The backend with which verify runs a component that is no backend."""
 
 
 class PatchError(ValueError):

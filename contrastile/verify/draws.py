@@ -11,6 +11,7 @@ import numpy as np
 from contrastile.backends.contract import Match
 from contrastile.data.wordnet import load_wordnet_pairs
 from contrastile.oracle.arrays import FloatArray, IntArray, float64
+from contrastile.oracle.general import logits
 from contrastile.schedules.problem import Problem
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import masks
@@ -109,13 +110,12 @@ def targeted(bare: Problem, row_weight: FloatArray, column_weight: FloatArray | 
 
 
 def with_limits(problem: Problem) -> Problem:
-    """The problem with limits that leave out about a third of each row's and of each column's negatives.
+    """The problem with limits that leave out some of each row's and of each column's negatives.
 
-    A limit lies in the middle of the widest gap, far from every logit: a rounding moves none across. No number of
-    features must be such that all of a row's logits are alike.
+    A limit lies in the middle of a wide gap, far from every logit: a rounding moves none across.
     """
-    x = float64(problem.scale) * (float64(problem.rows) @ np.concatenate(problem.columns).T)
-    x = x + (0.0 if problem.bias is None else float(problem.bias))
+    bias = 0.0 if problem.bias is None else float(problem.bias)
+    x = logits(problem.rows, np.concatenate(problem.columns), problem.scale, bias)
     limits = [_in_widest_gaps(each) for each in (x, x.T)]
     return replace(problem, row_limits=limits[0], column_limits=None if problem.column_weight is None else limits[1])
 

@@ -115,8 +115,8 @@ class Check:
     def run(self, printed: Callable[[], str] = str) -> tuple[Row, Failure | None]:
         """Make the comparisons, and take the worst of them.
 
-        Whoever prints meanwhile, which ``printed`` returns, or changes the process's modes, has failed; so has a
-        backend that raises. If the property skips after some comparisons, they decide; if the backend refuses a problem
+        A backend that prints meanwhile, which ``printed`` returns, or changes the process's modes, has failed; so has
+        one that raises. If the property skips after some comparisons, they decide; if the backend refuses a problem
         after some comparisons, only a failure among them does.
         """
         if self.compare is None:
