@@ -30,6 +30,11 @@ from contrastile.cli import COMMANDS  # noqa: E402
 from contrastile.verify import plots  # noqa: E402
 from contrastile.verify.growth import AXES  # noqa: E402
 
+FILES = (
+    *("examples/pictures.py", "examples/queues.py", "examples/siglip.py"),
+    "contrastile/backends/numpy/__init__.py",
+)
+"""What pages show whole."""
 MADE = re.compile(r"(<!-- made by scripts/make_pages\.py: ([^\n]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
@@ -204,6 +209,12 @@ def _ratio(cell: Row) -> str:
     return f"**{said}**" if cell["status"] == "fail" else said
 
 
+def file(results: Path, name: str) -> str:
+    """A file of this repository, as a code host shows it too."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return f'``` {{.python title="{name.removeprefix("examples/")}"}}\n{text}```'
+
+
 PARTS: dict[str, Callable[[Path], str]] = {
     "everyday calls": everyday,
     "everyday calls of the README": readme,
@@ -214,6 +225,7 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "growth": bounds,
     "conformance": conformance,
     "errors": errors,
+    **{f"file {name}": partial(file, name=name) for name in FILES},
     **{f"options of {name}": partial(options, command=name) for name in COMMANDS},
 }
 

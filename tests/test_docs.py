@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -31,12 +34,20 @@ RUN_ELSEWHERE = {
 # the module that the page shows; a compiler's backend that needs no C++ compiler
 STANDING_IN = {"my_module:backend": None, "compile(fullgraph=True)": 'compile(fullgraph=True, backend="eager")'}
 
+# more options, with which a command of a page takes seconds
+SHORTER = {
+    "contrastile verify": "--case smoke --property value ring --dtype float32",
+    "contrastile bench": "--batch 64 --repeat 1",
+    "contrastile mutate": "--list",
+    "pytest": "-k smoke/value/float32",
+}
+
 
 @pytest.fixture
 def tiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The file that docs/how-to/write-backend.md shows, as a third-party module."""
     page = (ROOT / "docs" / "how-to" / "write-backend.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(r'^--8<-- "(.*)"$', page, re.M)
+    (shown,) = re.findall("made by scripts/make_pages.py: file (.*) -->", page)
     name = "tiled_from_the_page"
     (tmp_path / f"{name}.py").write_text((ROOT / shown).read_text(encoding="utf-8"))
     monkeypatch.syspath_prepend(tmp_path)
@@ -83,16 +94,39 @@ def test_the_python_blocks_of_a_page_run_from_top_to_bottom(page: Path, tiled: s
         assert not output or masked(said) == masked(output)
 
 
-def shown(block: str) -> str:
-    """A block, or the file that it includes."""
-    found = re.fullmatch(r'--8<-- "(.*)"\n', block)
-    return (ROOT / found[1]).read_text(encoding="utf-8") if found else block
+def commands(page: Path) -> list[tuple[str, str]]:
+    """The commands of a page that need no clone and no other program, each with the output that follows it."""
+    blocks_and_outputs = r"^```([^\n]*)\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?"
+    found = []
+    for language, block, output in re.findall(blocks_and_outputs, page.read_text(encoding="utf-8"), re.M | re.S):
+        for line in () if language else block.splitlines():
+            command = line.partition("  #")[0].strip()
+            if re.match(r"(contrastile|pytest|(torchrun|mpirun) .*(contrastile|siglip\.py)) ", f"{command} "):
+                found.append((command, output))
+    return [each for each in found if not re.search(r"peers\.|examples/", each[0])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=named)
+def test_the_commands_of_a_page_run_in_order_in_an_empty_folder(page: Path, tmp_path: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    pages = text + (ROOT / "docs/tutorials/tiny-clip.md").read_text(encoding="utf-8")
+    named_files = r'^```(?: \{\.python title="(\w+\.py)"\}|python)\n((?:"""(\w+\.py)""")?.*?)^```'
+    for title, source, name in re.findall(named_files, pages, re.M | re.S):
+        (tmp_path / (title or name or "other.py")).write_text(source, encoding="utf-8")
+    environment = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    for command, output in commands(page):
+        shorter = next((more for part, more in SHORTER.items() if part in command), "")
+        words = f"{re.sub('my.module:', 'contrastile.backends.numpy:', command)} {shorter}"
+        ended = subprocess.run(words, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, f"{words}\n{ended.stdout}{ended.stderr}"
+        assert not output or masked(ended.stdout) == masked(output)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CONTRIBUTING.md"], ids=named)
 def test_code_of_a_page_is_read_without_scrolling(page: Path) -> None:
     for block in re.findall(r"^```[^\n]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
-        for line in shown(block).splitlines():
+        for line in block.splitlines():
             assert len(line) <= WIDTH, line
 
 
@@ -114,7 +148,9 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 def test_no_equation_of_a_docstring_on_a_page_is_taken_for_html() -> None:
     """``<q_i, k_j>`` outside of code is a tag, which a browser does not show."""
-    shown = {name for page in PAGES for name in re.findall(r"^::: ([\w.]+)", page.read_text(encoding="utf-8"), re.M)}
+    shown = {
+        name for page in PAGES for name in re.findall(r"^<!-- ::: ([\w.]+)", page.read_text(encoding="utf-8"), re.M)
+    }
     folders = {name: [ROOT.joinpath(*name.split(".")[:n]) for n in range(2, 6)] for name in shown}
     files = {
         file

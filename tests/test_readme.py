@@ -11,12 +11,11 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 from pages import ROOT, blocks, printed, read
 
 import contrastile
 from contrastile.backends.registry import BUILT_IN
-from contrastile.cli import COMMANDS, main
+from contrastile.cli import COMMANDS
 
 README, MAKEFILE = read("README.md"), read("Makefile")
 PROJECT = tomllib.loads(read("pyproject.toml"))["project"]
@@ -44,20 +43,6 @@ def test_the_commands_are_those_of_the_command_line() -> None:
     assert named == set(COMMANDS)
     for module, _ in COMMANDS.values():
         assert importlib.util.find_spec(module) is not None, module
-
-
-@pytest.mark.parametrize("page", ["docs/how-to/verify.md", "docs/how-to/benchmark.md", "docs/how-to/choose-backend.md"])
-def test_every_option_on_a_page_is_the_command_s(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = read(page)
-    # a command on a line of its own, or at the start of a table row
-    lines = re.findall(r"^(?:\| `)?contrastile ([a-z]+)([^\n#]*)", text, re.M)
-    assert any("--" in line for _, line in lines)
-    for command, line in lines:
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
-        said = capsys.readouterr().out
-        for option in re.findall(r"--[a-z-]+", line):
-            assert re.search(rf"{option}\b", said), f"{command} has no {option}"
 
 
 def test_the_front_door_has_the_names_and_arguments_of_the_table() -> None:

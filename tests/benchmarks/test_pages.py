@@ -37,10 +37,10 @@ def test_a_page_that_says_something_else_is_found_out(tmp_path: Path, capsys: py
     page.write_text(text.replace("83.8 %", "83.9 %"))
     assert make_pages.main([*how, "--check"]) == 1
     page.write_text(text)
-    chart = tmp_path / "docs" / "assets" / "home-light.svg"
+    chart = tmp_path / "docs" / "assets" / "home.svg"
     chart.write_text(chart.read_text().replace("Some GPU", "Old GPU"))
     assert make_pages.main([*how, "--check"]) == 1
-    assert "docs/assets/home-light.svg is stale" in capsys.readouterr().out
+    assert "docs/assets/home.svg is stale" in capsys.readouterr().out
 
 
 def test_no_table_of_a_page_is_longer_than_a_screen() -> None:

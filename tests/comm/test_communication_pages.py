@@ -102,7 +102,7 @@ T = TypeVar("T")
 
 def shown() -> Path:
     """The file that the page shows."""
-    (name,) = re.findall(r'^--8<-- "(.*)"$', COMMUNICATOR.read_text(encoding="utf-8"), re.M)
+    (name,) = re.findall("make_pages.py: file (.*) -->", COMMUNICATOR.read_text(encoding="utf-8"))
     return ROOT / name
 
 

@@ -81,9 +81,9 @@ def test_a_figure_is_xml_that_names_and_draws_every_line(changes: dict[str, floa
     text = plots.figure([("float32", points(**changes)), ("float16", points())], list(AXES))
     said = "".join(ElementTree.fromstring(text).itertext())
     assert all(about in said for about, _ in plots.LINES.values())
-    drawn = re.findall(r"stroke: (#\w+)", text)
+    drawn = re.findall(r"stroke: var\(--c(\w+)", text)
     # two lines of one colour; in every plot, and in the legend
-    assert min(drawn.count(look["color"]) for _, look in plots.LINES.values()) > len(AXES)
+    assert min(drawn.count(look["color"][1:]) for _, look in plots.LINES.values()) > len(AXES)
 
 
 def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
