@@ -45,7 +45,7 @@ class Statistics(NamedTuple):
 def statistics(
     rows: Array,
     columns: Array | None,
-    scale: Any,
+    scale: Any = None,
     *,
     negatives: Array | Sequence[Array] | None = None,
     positives: Array | None = None,
@@ -113,7 +113,7 @@ def statistics(
 def clip_loss(
     image: Array,
     text: Array,
-    scale: Any,
+    scale: Any = None,
     *,
     ids: Array | None = None,
     ids_are: str = "false_negatives",
@@ -169,7 +169,7 @@ def clip_loss(
 def info_nce(
     query: Array,
     key: Array,
-    scale: Any,
+    scale: Any = None,
     *,
     negatives: Array | Sequence[Array] | None = None,
     positives: Array | None = None,
@@ -239,7 +239,7 @@ def info_nce(
 def nt_xent(
     view_a: Array,
     view_b: Array,
-    scale: Any,
+    scale: Any = None,
     *,
     weights: Array | None = None,
     margin: float = 0.0,
@@ -268,7 +268,7 @@ def nt_xent(
 def sup_con(
     features: Array,
     labels: Array,
-    scale: Any,
+    scale: Any = None,
     *,
     keys: Array | None = None,
     key_labels: Array | None = None,
@@ -306,7 +306,7 @@ def sup_con(
 def sigmoid_loss(
     image: Array,
     text: Array,
-    scale: Any,
+    scale: Any = None,
     bias: Any = 0.0,
     *,
     ids: Array | None = None,

@@ -1,12 +1,11 @@
-"""The chart of the home page: time and memory of a choice of the implementations, and the same for phones."""
+"""The chart of a GPU: time and memory of a choice of the implementations, beside each other or for phones."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-from page_tables import GIB, OURS, Data, Row, measured, median, ranks
+from page_tables import GIB, OURS, Data, Row, measured, median
 
 from contrastile.verify import plots
 
@@ -23,19 +22,8 @@ KERNELS = ("liger-kernel", "quack-kernels", "cut-cross-entropy", "inf_cl")
 _OTHER = ("#a21caf", "#f0abfc", "D")
 
 
-def newest(records: Mapping[str, Data]) -> Data | None:
-    """The latest record of one GPU on which open_clip's formula was measured beside a backend of ours."""
-    here = [x for x in records.values() if ranks(x) == 1 and {OURS[0], "open_clip formula"} <= set(_chosen(x))]
-    return max(here, key=lambda data: str(data["environment"]["date"]), default=None)
-
-
-def charts(data: Data) -> Iterator[tuple[str, str]]:
-    """Names and SVGs of the chart, and of the one for phones."""
-    yield "home.svg", _chart(data, phone=False)
-    yield "home-phone.svg", _chart(data, phone=True)
-
-
-def _chart(data: Data, *, phone: bool) -> str:
+def chart(data: Data, *, phone: bool = False) -> str:
+    """The chart of one record, as an SVG."""
     import matplotlib
     from matplotlib.figure import Figure
 

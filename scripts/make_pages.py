@@ -62,8 +62,17 @@ def readme(results: Path) -> str:
 
 
 def gpus(results: Path, *, several: bool) -> str:
-    found = timed(results, {"steps", "peers"})
-    return "\n\n".join(tables.gpu_section(stem, x) for stem, x in found if (tables.ranks(x) > 1) == several)
+    found = [each for each in timed(results, {"steps", "peers"}) if (tables.ranks(each[1]) > 1) == several]
+    return "\n\n".join(tables.gpu_section(*each) for each in tables.newest(found, "peers"))
+
+
+def sizes(results: Path) -> str:
+    """Our own kernels alone, on the GPU that was measured with most sizes."""
+    alone = [each for each in timed(results, {"steps"}) if tables.ranks(each[1]) == 1]
+    return "\n\n".join(
+        f"{tables.machine(data['environment'])}, {tables.recorded(stem, data['environment'])}\n\n{tables.steps(data)}"
+        for stem, data in tables.newest(alone, "steps")
+    )
 
 
 def training(results: Path) -> str:
@@ -187,12 +196,12 @@ def conformance(results: Path) -> str:
         table(["loss", *columns], cells),
         f"Not run, for want of a GPU: {'; '.join(left_out)}." if left_out else "",
         "### Above the bound",
-        "What follows `contrastile verify --loss peers.adapters:`, in the folder `benchmarks`, shows the cell again; "
-        "`TRITON_INTERPRET=1` stands before it for what runs in the interpreter. "
+        "To reproduce a cell, append its command to `contrastile verify --loss peers.adapters:`, in the folder "
+        "`benchmarks`. Put `TRITON_INTERPRET=1` before it for what runs in the interpreter. "
         "A bound is an element's own: an error of 1e-24 counts where the exact gradient is as small.",
         table(head, above, left=(0, 1, 2, 5)),
         "### Facts",
-        "What follows `python benchmarks/conformance.py --fact` shows the fact again.",
+        "To reproduce a fact, append its name to `python benchmarks/conformance.py --fact`.",
         table(of_facts, facts, left=(0, 1, 2, 4, 5, 6)),
     ]
     return "\n\n".join(filter(None, parts))
@@ -219,6 +228,7 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "everyday calls": everyday,
     "everyday calls of the README": readme,
     "one GPU": partial(gpus, several=False),
+    "sizes on one GPU": sizes,
     "several GPUs": partial(gpus, several=True),
     "training": training,
     "contrastile bench on a CPU": cpu,
@@ -243,9 +253,12 @@ def made(root: Path, results: Path) -> Iterator[tuple[Path, str]]:
             yield path, page(text, results)
     if (results / "growth_cpu.json").exists():
         yield results / "growth_cpu.svg", growth_chart(results)
-    newest = home_chart.newest(dict(timed(results, {"peers"})))
-    for name, text in home_chart.charts(newest) if newest else ():
-        yield root / "docs" / "assets" / name, text
+    alone = ((stem, data) for stem, data in timed(results, {"peers"}) if tables.ranks(data) == 1)
+    for i, (stem, data) in enumerate(tables.newest(alone, "peers")):
+        yield results / f"{stem}.svg", home_chart.chart(data)
+        if i == 0:
+            yield root / "docs" / "assets" / "home.svg", home_chart.chart(data)
+            yield root / "docs" / "assets" / "home-phone.svg", home_chart.chart(data, phone=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,9 +13,8 @@ Data = dict[str, Any]
 Row = dict[str, Any]
 
 OURS = ("contrastile triton", "contrastile cupy")
-PACKAGES = ("torch", "triton", "cupy-cuda13x", "nccl", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels")
 CACHE = "contrastile, cached_step"
-TRAINERS = ("transformers", "sentence-transformers", "gradcache")
+TRAINERS = ("torch", "transformers", "sentence-transformers", "gradcache")
 ANCHOR = 65536
 
 HEADS = {
@@ -36,7 +35,7 @@ CALLS = (
 """The calls of the README on one GPU."""
 CALLS_OF_RANKS = tuple(f"clip_loss bfloat16 b={b} d=512" for b in (256, 8192))
 """And on several."""
-_RATIO = "faster of plain and compiled / contrastile"
+_RATIO = "speedup over the faster PyTorch version"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:
@@ -89,29 +88,29 @@ def machine(environment: Data) -> str:
     return device if n == 1 else f"{n} x {device}"
 
 
-def versions(environment: Data, more: tuple[str, ...] = ()) -> list[str]:
-    """The packages that a record was measured with."""
-    return [f"{name} {environment[name]}" for name in (*PACKAGES, *more) if environment.get(name)]
+def measured_with(environment: Data, packages: Sequence[str] = ("torch",)) -> str:
+    """The machine's packages and the day; the record has the rest of where a number comes from."""
+    return ", ".join([*(f"{name} {environment[name]}" for name in packages), environment["date"][:10]])
 
 
-def commit(environment: Data) -> str:
-    return (environment["commit"] or "unknown")[:12]
+def recorded(stem: str, environment: Data, packages: Sequence[str] = ("torch",)) -> str:
+    where = f"[The record](../results/{stem}.json) has the commit, all versions and every sample."
+    return f"{measured_with(environment, packages)}. {where}"
 
 
-def measured_at(environment: Data) -> str:
-    return f"commit `{commit(environment)}`, {environment['date'][:10]}."
+def newest(found: Iterable[tuple[str, Data]], part: str) -> list[tuple[str, Data]]:
+    """The latest record with such a part of each machine, the latest first."""
+    by_date = sorted(found, key=lambda each: str(each[1]["environment"]["date"]))
+    latest = {machine(data["environment"]): (stem, data) for stem, data in by_date if measured(data, part)}
+    return list(reversed(latest.values()))
 
 
 def gpu_section(stem: str, data: Data) -> str:
-    """A record of ``steps`` and ``peers``: the machine, what was verified, our own, everybody."""
-    e = data["environment"]
-    about = [e["date"][:10], f"commit `{commit(e)}`", *versions(e)]
-    about += [f"links {e['links']}"] if e.get("links") else []
-    about += [f"power limit {e['power.limit'].replace('.00', '')}"] if e.get("power.limit") else []
-    told = f"{', '.join(about)}. [The record](../results/{stem}.json) has every sample."
-    told = " ".join(filter(None, [told, e.get("note", ""), verified(data)]))
-    ours = scaling(data) if ranks(data) > 1 else steps(data)
-    return "\n\n".join(filter(None, [f"### {machine(e)}, {commit(e)}", told, ours, peers(data)]))
+    """A record of ``peers``, and over ranks of ``steps``: the machine, what was verified, our own, everybody."""
+    several = ranks(data) > 1
+    told = f"{recorded(stem, data['environment'])} {verified(data)}".rstrip()
+    shown = scaling(data) if several else f"![Time and peak memory against the batch](../results/{stem}.svg)"
+    return "\n\n".join([f"### {machine(data['environment'])}", told, shown, peers(data)])
 
 
 def verified(data: Data) -> str:
@@ -202,11 +201,9 @@ def _labelled(row: Row) -> str:
 def everyday_section(stem: str, data: Data) -> str:
     """All calls of a record: clip_loss, then the other losses."""
     e, found = data["environment"], calls(data)
-    packages = [f"torch {e['torch']}"] if e["device"] == "cpu" else versions(e)
-    about = f"{', '.join([*packages, measured_at(e)])} [The record](../results/{stem}.json) has every sample."
     names = dict.fromkeys(name for _, at in found.values() for name in at)
     head = ["call", *(f"{HEADS[name]}, ms" if name in HEADS else f"`{name}`, ms" for name in names), _RATIO]
-    parts = [f"### {machine(e)}", about]
+    parts = [f"### {machine(e)}", recorded(stem, e)]
     for clip in (True, False):
         here = [call for label, call in found.items() if label.startswith("clip_loss") == clip]
         lines = [[words, *(number(at.get(name)) for name in names), _ratio(words, at)] for words, at in here]
@@ -224,9 +221,7 @@ def readme(found: Iterable[Data]) -> str:
     e = latest["environment"]
     several = [data for data in on_gpus if ranks(data) > 1 and data["environment"]["device"] == e["device"]]
     fewest = min(several, key=ranks, default=None)
-    about = f"{e['device']}, torch {e['torch']}, {measured_at(e)}"
-    if fewest and fewest["environment"]["commit"] != e["commit"]:
-        about += f" Several GPUs: {measured_at(fewest['environment'])}"
+    about = f"{e['device']}, {measured_with(e)}."
     lines, heads = [], dict.fromkeys(HEADS.values())
     for data, wanted in ((latest, CALLS), (fewest, CALLS_OF_RANKS)):
         timed = {} if data is None else calls(data)
@@ -283,6 +278,5 @@ def training_section(stem: str, data: Data) -> str:
     held = {row["b"]: row["peak_bytes"] for row in rows if (row["name"], row["chunk"]) == (CACHE, least)}
     peaks = ([f"{b:,}", number(held[b] / MIB, 4)] for b in sorted(held))
     memory = table(("pairs", f"peak MiB in chunks of {least:,}"), peaks)
-    facts = f"{', '.join(versions(data['environment'], TRAINERS))}, {measured_at(data['environment'])}"
-    about = f"{machine(data['environment'])}: {facts} [The record](../results/{stem}.json) has more."
+    about = f"{machine(data['environment'])}: {recorded(stem, data['environment'], TRAINERS)}"
     return "\n\n".join([about, what, table(head, lines), *alone, memory])

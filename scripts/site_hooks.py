@@ -1,11 +1,20 @@
-"""What MkDocs does to a page before it reads it."""
+"""What MkDocs does to a page, which is Markdown as a code host shows it, before it reads it."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+from latex2mathml.converter import convert
+
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The page with its docstrings: a directive of mkdocstrings is a comment where a code host shows the Markdown."""
-    return re.sub(r"<!-- (::: .*?) -->", r"\1", markdown, flags=re.DOTALL)
+    """The page with its docstrings, whose directives are comments, and with its equations as MathML."""
+    markdown = re.sub(r"<!-- (::: .*?) -->", r"\1", markdown, flags=re.DOTALL)
+    return re.sub(r"^```math\n(.*?)^```", _equation, markdown, flags=re.DOTALL | re.MULTILINE)
+
+
+def _equation(block: re.Match[str]) -> str:
+    # the lines of an "aligned", which the converter does not know
+    lines = (line.removesuffix(r"\\").replace("&", "") for line in block[1].splitlines()[1:-1])
+    return f'<div class="equation">{"".join(convert(line, display="block") for line in lines)}</div>'

@@ -234,7 +234,7 @@ def _show_table(rows: Sequence[Row]) -> None:
         columns,
         cells,
         right=range(2, len(columns)),
-        caption="without the rounding of a result to its own dtype, which nothing can avoid",
+        caption="without the unavoidable rounding of a result to its own dtype",
         style=lambda text: "red" if text.startswith("FAIL") else "",
     )
     for title, lines in (("skipped", skips(rows)), ("not claimed, not tested", unclaimed(rows))):
