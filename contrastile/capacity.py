@@ -340,16 +340,19 @@ def as_json(setup: Setup, found: Capacity) -> dict[str, Any]:
 def report(setup: Setup, found: Capacity) -> str:
     """The answer in words and tables, 80 columns wide."""
     each = "" if setup.gpus == 1 else f", {setup.rows:,} on each of {setup.gpus} GPUs"
+    alone = "without --encoder-mib-per-sample this is the loss alone, and encoders take most of the memory"
     lines = [
+        *([] if setup.encoder_mib_per_sample else [colored(alone, "yellow"), ""]),
         f"{setup.batch:,} pairs of {setup.dim} {setup.dtype}{each}, {PLANNED:.0%} of {setup.memory_gib:,.1f} GiB",
         *textwrap.wrap(f"backend {found.backend}; {found.reason}", 80),
         "",
         _table("The loss, beyond the embeddings", found.loss),
     ]
-    for way in found.ways:
-        fits = colored("fits", "green") if way.fits else colored("does not fit", "red")
-        lines += ["", _table(f"{way.name}: {fits}", way.items)]
     best = found.best
+    for way in found.ways[: None if best is None else found.ways.index(best)]:
+        lines += ["", f"{way.name}: {colored('does not fit', 'red')}, {way.bytes / MIB:,.1f} MiB"]
+    if best is not None:
+        lines += ["", _table(f"{best.name}: {colored('fits', 'green')}", best.items)]
     said = "nothing fits: use more GPUs, a smaller batch or a smaller model" if best is None else f"take {best.name}"
     return "\n".join([*lines, "", said])
 

@@ -1,6 +1,6 @@
 """The command line: ``contrastile COMMAND ...``. A command's module is imported only when the command runs.
 
-Exit codes: 0 success, 1 failure, 2 the command could not run, or not to its end.
+Exit codes: 0 success, 1 failure, 2 the command could not run, 130 it was interrupted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from contrastile import __version__
 from contrastile.backends import settings
-from contrastile.reporting import CannotRunError, cannot_run
+from contrastile.reporting import CannotRunError, StoppedError, cannot_run
 
 COMMANDS = {
     "verify": ("contrastile.verify.command", "compare every backend with the float64 oracle, within derived bounds"),
@@ -50,8 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{name}: the standard output cannot be written: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
-        return 2
+        return cannot_run(words[0] if words else "", StoppedError("interrupted"))
 
 
 def _run(words: list[str]) -> int:

@@ -8,7 +8,6 @@ report goes on. Packages that need an NVIDIA GPU are recommended only where ther
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -22,10 +21,10 @@ from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.cupy.devices import gpus
 from contrastile.backends.registry import Known, available, known
 from contrastile.bench import agreement, peers
-from contrastile.environment import measurement_environment, torch_sees_a_gpu, version
-from contrastile.reporting import CannotRunError, colored, show_table, why_not_writable, write_json
+from contrastile.environment import NVIDIA, has_a_gpu, measurement_environment, torch_sees_a_gpu, version
+from contrastile.reporting import CannotRunError, StoppedError, colored, show_table, why_not_writable, write_json
 
-State = Literal["ok", "missing", "broken", "wrong"]
+State = Literal["ok", "no device", "missing", "broken", "wrong"]
 
 EXTRAS = {
     "torch": ("torch", "torch tensors, autograd, contrastile.nn"),
@@ -44,10 +43,7 @@ SCALE = 100.0
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
-_NVIDIA = ("triton", "cupy")
-"""Backends, and packages, that are of use with an NVIDIA GPU alone."""
-
-_STYLES = {"ok": "green", "missing": "yellow", "broken": "bold red", "wrong": "bold red"}
+_STYLES = {"ok": "green", "no device": "yellow", "missing": "yellow", "broken": "bold red", "wrong": "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +53,8 @@ class Finding:
     Attributes:
         kind: "backend", "auto", "package" or "gpu".
         name: of the backend, package or device; of "auto", whose choice it is.
-        state: "ok"; "missing", not installed; "broken", does not load or run; "wrong", disagrees with the oracle.
+        state: "ok"; "no device", installed without the GPU that it needs; "missing", not installed; "broken", does not
+            load or run; "wrong", disagrees with the oracle.
         detail: version, error / bound and time, or what went wrong.
         remedy: the command or action that helps, or "".
     """
@@ -81,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
         0 when at least one backend agrees with the oracle, else 1. A missing optional package is no failure.
 
     Raises:
-        CannotRunError: it was interrupted, or its file cannot be written.
+        CannotRunError: its file cannot be written, or it was interrupted.
     """
     if reason := why_not_writable(args.json):
         raise CannotRunError(reason)
@@ -97,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
         verdict = "interrupted" if interrupted else "pass" if works else "fail"
         write_json(args.json, {"verdict": verdict, "environment": facts, "findings": list(map(asdict, findings))})
     if interrupted:
-        raise CannotRunError("interrupted; this is what was found until then")
+        raise StoppedError(f"interrupted; findings until then: {len(findings)}")
     return 0 if works else 1
 
 
@@ -109,7 +106,7 @@ def examine() -> Iterator[Finding]:
     yield from _choices()
     for name, (extra, purpose) in EXTRAS.items():
         found = version(name)
-        remedy = "" if found or (name in _NVIDIA and not _nvidia()) else f"pip install 'contrastile[{extra}]'"
+        remedy = "" if found or (name in NVIDIA and not has_a_gpu()) else f"pip install 'contrastile[{extra}]'"
         yield Finding(
             "package", name, "ok" if found else "missing", f"{found}: {purpose}" if found else purpose, remedy
         )
@@ -137,7 +134,7 @@ def _backend(name: str, entry: Known, missing: str | None) -> Finding:
     """Load a backend and compare a small loss and its gradients with the oracle's."""
     if missing is not None:
         detail, remedy = missing.partition("; run:")[0], entry.install
-        if name in _NVIDIA and not _nvidia():
+        if name in NVIDIA and not has_a_gpu():
             detail, remedy = "needs an NVIDIA GPU, and none is found here", ""
         return Finding("backend", name, "missing", detail, remedy)
     try:
@@ -146,14 +143,14 @@ def _backend(name: str, entry: Known, missing: str | None) -> Finding:
         places = ((dtype, device) for device in ("cpu", "cuda") for dtype in _DTYPES)
         dtype, device = next(x for x in places if implementation.refuses(*x) is None)
         if device == "cuda" and implementation.library == "torch" and not torch_sees_a_gpu():
-            return Finding("backend", name, "missing", "runs on cuda, and torch sees no GPU here", _cuda_torch())
+            return Finding("backend", name, "no device", "runs on cuda, and torch sees no GPU here", _cuda_torch())
         start = time.perf_counter()
         found = agreement.check(implementation, dtype, device, SCALE, rows=agreement.FEW_ROWS)
         taken = time.perf_counter() - start
     except BackendUnavailableError as error:
         # its packages are installed, so the message says what else is missing and what to do about it
         detail, _, remedy = str(error).partition(" is not available: ")[2].partition("; ")
-        state: State = "missing" if error.__cause__ is None else "broken"
+        state: State = "no device" if error.__cause__ is None else "broken"
         return Finding("backend", name, state, detail, remedy)
     except (Exception, SystemExit) as error:  # a third-party backend may raise anything, and the report must go on
         return Finding("backend", name, "broken", f"{type(error).__name__}: {error}", entry.install)
@@ -194,7 +191,7 @@ def _gpus() -> Iterator[Finding]:
 
         each = torch.cuda.get_device_properties(i)
         yield Finding("gpu", each.name, "ok", f"{each.total_memory / 2**30:.0f} GiB")
-    if not count and _nvidia() and find_spec("torch"):
+    if not count and has_a_gpu() and find_spec("torch"):
         yield Finding("gpu", "NVIDIA", "missing", "a driver is installed, but torch sees no GPU", _cuda_torch())
 
 
@@ -207,10 +204,5 @@ def _torch_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _nvidia() -> bool:
-    """Whether this machine has an NVIDIA GPU: its driver is here."""
-    return shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
-
-
 def _cuda_torch() -> str:
-    return "install a CUDA build of torch" if _nvidia() else ""
+    return "install a CUDA build of torch" if has_a_gpu() else ""

@@ -40,8 +40,7 @@ def measurement_environment(device: str = "cpu") -> dict[str, Any]:
     facts: dict[str, Any] = {
         **environment(),
         "numpy_blas": _numpy_blas(),
-        "commit": _commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **provenance(),
         "device": device,
     }
     try:
@@ -61,6 +60,11 @@ def measurement_environment(device: str = "cpu") -> dict[str, Any]:
     return facts
 
 
+def provenance() -> dict[str, str | None]:
+    """The package's commit, and the time now."""
+    return {"commit": _commit(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
 def torch_sees_a_gpu() -> bool:
     """False where torch is missing, too."""
     if importlib.util.find_spec("torch") is None:
@@ -68,6 +72,15 @@ def torch_sees_a_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+NVIDIA = ("triton", "cupy")
+"""Backends, and packages, that are of use with an NVIDIA GPU alone."""
+
+
+def has_a_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU: its driver is here."""
+    return shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
 
 
 def finds_a_gpu() -> bool:

@@ -18,12 +18,19 @@ from typing import Any
 COULD_NOT_RUN = 2
 """Exit code of a command that could not run, or not to its end."""
 
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C has stopped: 128 and the number of the signal, as shells have it."""
+
 ProgressCallback = Callable[[int, int, str], None]
 """A progress callback: steps done, steps in all, and what is being done."""
 
 
 class CannotRunError(Exception):
     """A command cannot run; the message is the one line to print."""
+
+
+class StoppedError(CannotRunError):
+    """Ctrl-C has stopped a command; the message says how far it had come."""
 
 
 def one_line(error: BaseException) -> str:
@@ -35,7 +42,7 @@ def cannot_run(command: str, reason: object) -> int:
     """Print why a command could not run, as one line on stderr, and return its exit code."""
     sys.stdout.flush()
     print(f"contrastile {command}: {reason}", file=sys.stderr, flush=True)
-    return COULD_NOT_RUN
+    return INTERRUPTED if isinstance(reason, StoppedError) else COULD_NOT_RUN
 
 
 def within(option: str, given: float, least: float, most: float = math.inf) -> None:

@@ -52,14 +52,14 @@ LACKING = "torch cannot be imported; run: pip install 'contrastile[torch]'"
 
 
 @pytest.mark.parametrize(
-    ("where", "raised", "said"),
+    ("where", "raised", "said", "code"),
     [
-        ("import", ImportError(LACKING), LACKING),
-        ("import", KeyboardInterrupt(), "interrupted"),
-        ("main", KeyboardInterrupt(), "interrupted"),
+        ("import", ImportError(LACKING), LACKING, 2),
+        ("import", KeyboardInterrupt(), "interrupted", 130),
+        ("main", KeyboardInterrupt(), "interrupted", 130),
     ],
 )
-def test_what_ends_a_command_anywhere_is_one_line(where, raised, said, monkeypatch, capsys):
+def test_what_ends_a_command_anywhere_is_one_line(where, raised, said, code, monkeypatch, capsys):
     def ending(*_):
         raise raised
 
@@ -68,7 +68,7 @@ def test_what_ends_a_command_anywhere_is_one_line(where, raised, said, monkeypat
         main = staticmethod(ending)
 
     monkeypatch.setattr(cli.importlib, "import_module", ending if where == "import" else lambda name: Command)
-    assert cli.main(["bench"]) == 2
+    assert cli.main(["bench"]) == code
     assert capsys.readouterr() == ("", f"contrastile bench: {said}\n")
 
 

@@ -36,7 +36,8 @@ STANDING_IN = {"my_module:backend": None, "compile(fullgraph=True)": 'compile(fu
 
 # more options, with which a command of a page takes seconds
 SHORTER = {
-    "contrastile verify": "--case smoke --property value ring --dtype float32",
+    "--world": "--case smoke --property ring --dtype float32",
+    "contrastile verify": "--case smoke --property value --dtype float32",
     "contrastile bench": "--batch 64 --repeat 1",
     "contrastile mutate": "--list",
     "pytest": "-k smoke/value/float32",

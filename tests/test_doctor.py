@@ -52,7 +52,7 @@ LIBRARY = OSError("libsomething.so: cannot open shared object file")
         ("numpy", SystemExit(0), "broken", "SystemExit: 0", None),
         ("numpy", ZeroDivisionError("division by zero"), "broken", "ZeroDivisionError: division by zero", None),
         # where the packages are installed the remedy is another
-        ("cupy", unavailable("CuPy finds no GPU; use one"), "missing", "CuPy finds no GPU", "use one"),
+        ("cupy", unavailable("CuPy finds no GPU; use one"), "no device", "CuPy finds no GPU", "use one"),
         ("cupy", unavailable("so; mend it", OSError("no libcudart")), "broken", "so", "mend it"),
     ],
 )
@@ -79,12 +79,12 @@ def test_what_was_found_before_an_interruption_is_shown(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(doctor, "examine", interrupted)
-    assert run("--json", str(tmp_path / "doctor.json")) == 2
+    assert run("--json", str(tmp_path / "doctor.json")) == 130
     found = json.loads((tmp_path / "doctor.json").read_text())
     assert (found["verdict"], [each["name"] for each in found["findings"]]) == ("interrupted", ["it"])
     said = capsys.readouterr()
     assert "works here: it" in said.out
-    assert said.err == "contrastile doctor: interrupted; this is what was found until then\n"
+    assert said.err == "contrastile doctor: interrupted; findings until then: 1\n"
 
 
 def test_a_backend_that_is_wrong_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_packages_for_nvidia_gpus_are_recommended_only_where_there_is_one(
     monkeypatch.setattr(doctor, "available", lambda: {"cupy": f"cupy cannot be imported; run: {cupy}"})
     monkeypatch.setattr(doctor, "version", lambda name: None)
     for nvidia in (True, False):
-        monkeypatch.setattr(doctor, "_nvidia", lambda there=nvidia: there)
+        monkeypatch.setattr(doctor, "has_a_gpu", lambda there=nvidia: there)
         found = list(doctor.examine())
         assert {each.state for each in found if each.kind != "auto"} == {"missing"}
         assert found[0].remedy == (cupy if nvidia else "")

@@ -17,6 +17,7 @@ from contrastile.bench.workloads import VARIANTS
 from contrastile.environment import torch_sees_a_gpu
 from contrastile.reporting import (
     CannotRunError,
+    StoppedError,
     progress,
     require_packages,
     why_not_writable,
@@ -25,6 +26,8 @@ from contrastile.reporting import (
 )
 
 QUICK: dict[str, Any] = {"batch": [256, 512], "width": [64], "repeat": 3}
+MORE = 6
+"""Times the usual rounds: so many there are where times vary."""
 USUAL: dict[str, Any] = {"batch": [4096, 8192], "width": [512], "repeat": 5}
 
 
@@ -38,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--scale", type=float, default=100.0, help="multiplies the dot products (%(default)s)")
     add("--workspace", type=int, metavar="MIB", help="for G, of triton and cupy (CONTRASTILE_WORKSPACE_MIB)")
     add("--keep", type=int, metavar="MIB", help="of exponentials kept, of cupy and torch (CONTRASTILE_KEEP_MIB)")
-    add("--repeat", type=int, metavar="N", help="rounds; each times every implementation once (5)")
+    add("--repeat", type=int, metavar="N", help="rounds (5, and up to 30 while times vary by 10 %%)")
     add("--threads", type=int, metavar="N", help="threads of torch (its own choice)")
     add(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to measure (the GPU if torch sees one)"
@@ -48,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--wide", action="store_true", help="print every column: quartiles, rates")
     add("--quick", action="store_true", help="small sizes, to see that it works: its speeds mean little")
     add("--json", type=Path, metavar="FILE", help="write the measurements")
-    add("--plot", type=Path, metavar="FILE.png", help="draw time and memory against the batch")
+    add("--plot", type=Path, metavar="FILE", help="draw time and memory against the batch: .png, .pdf or .svg")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -70,6 +73,8 @@ def main(args: argparse.Namespace) -> int:
         raise CannotRunError(reason)
     if args.plot:
         require_packages("matplotlib")
+        if args.plot.suffix not in report.PICTURES:
+            raise CannotRunError(f"--plot must end in {', '.join(report.PICTURES)}, got {args.plot.name!r}")
     gpu = args.device != "cpu" and torch_sees_a_gpu()
     if args.device == "cuda" and not gpu:
         raise CannotRunError("--device cuda needs a torch that sees a GPU; run: contrastile doctor")
@@ -99,7 +104,8 @@ def main(args: argparse.Namespace) -> int:
         except OSError as error:
             raise CannotRunError(f"cannot write {args.plot}: {error.strerror}") from error
     if found.interrupted:
-        raise CannotRunError("interrupted; this is what was found until then")
+        done = sum(bool(row.seconds) for row in found.rows.values())
+        raise StoppedError(f"interrupted after {done} of {sweep.measurements(chosen)} measurements")
     if any(each.ratio is not None and not each.agrees for each in found.agreements):
         return 1
     return 0 if any(row.seconds for row in found.rows.values()) else 2
@@ -129,6 +135,7 @@ def settings(args: argparse.Namespace, device: str = "cpu") -> SweepSettings:
         dtype=args.dtype,
         scale=args.scale,
         repeat=args.repeat or usual["repeat"],
+        most=args.repeat or MORE * usual["repeat"],
         device=device,
         workspace=args.workspace,
         keep=args.keep,

@@ -12,6 +12,9 @@ from contrastile.reporting import colored, show_table, wrapped
 
 _MIB = 2**20
 
+PICTURES = (".png", ".pdf", ".svg")
+"""How the name of a picture may end."""
+
 COLUMNS = (
     *("variant", "b", "d", "implementation", "time s (quartiles)", "GFLOP/s", "of matmul"),
     *("x plain", "x aligned", "peak MiB", "memory x plain"),
@@ -50,6 +53,10 @@ def _lines(record: dict[str, Any]) -> None:
         if size != (size := f"{row['variant']}, b = {row['batch']:,}, d = {row['width']}"):
             print(f"\n{size}")
         print(f"  {row['implementation']:{width}}  {_line(row)}")
+    busy = [row["spread"] for row in record["rows"] if not row.get("steady", True)]
+    if busy:
+        words = f"this machine is busy: times vary by up to {max(busy):.0%}, so the ratios mean little"
+        print("\n" + wrapped(colored(words, "yellow")))
     known = [each for each in record["agreements"] if each["ratio"] is not None]
     if known:
         checked = ", ".join(f"{each['implementation']} {each['ratio']:.2g}" for each in known)
@@ -102,7 +109,7 @@ def _wide(record: dict[str, Any]) -> None:
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Write a PNG of time and, where measured, peak extra memory against b: log-log, one line per implementation.
+    """Write a picture of time and, where measured, peak extra memory against b: log-log, one line per implementation.
 
     The dashed line is the time of ``8 b^2 d`` at the median matrix-product rate of the run: the limit.
 
@@ -141,4 +148,4 @@ def plot(record: dict[str, Any], path: Path) -> None:
         axes.legend(fontsize="small")
     where = f"{record['environment']['device']} ({record['environment']['cpu']})"
     figure.suptitle(f"symmetric loss, forward and backward, {record['settings']['dtype']}, {where}")
-    figure.savefig(path, dpi=150, format="png")
+    figure.savefig(path, dpi=150)

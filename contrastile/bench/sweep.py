@@ -35,6 +35,9 @@ Sample = TypeVar("Sample")
 Advance = Callable[[str, int], None]
 """Told what is being done, and how much more of ``steps`` is done."""
 
+STEADY = 0.1
+"""Times are steady where the middle half of an implementation's lies within this share of their median."""
+
 FITS = 0.8
 """Largest share of the available memory that a prediction may have."""
 
@@ -46,7 +49,10 @@ _SIDES = {"cpu": (4096, 2048, 1024, 512, 256), "cuda": (8192, 4096, 2048, 1024)}
 
 @dataclass(frozen=True, slots=True)
 class SweepSettings:
-    """What to measure: the options of ``contrastile bench``, with its defaults filled in."""
+    """What to measure: the options of ``contrastile bench``, with its defaults filled in.
+
+    There are ``repeat`` rounds, and up to ``most`` while the times of an implementation vary by ``STEADY`` or more.
+    """
 
     backends: tuple[str, ...]
     batches: tuple[int, ...] = (4096, 8192)
@@ -55,6 +61,7 @@ class SweepSettings:
     dtype: str = "float32"
     scale: float = 100.0
     repeat: int = 5
+    most: int = 0
     device: str = "cpu"
     workspace: int | None = None
     keep: int | None = None
@@ -80,6 +87,12 @@ class Measurement:
     matmul: list[float] = field(default_factory=list)
     matmul_side: int = 0
     peak_bytes: int | None = None
+
+    @property
+    def spread(self) -> float:
+        """What the middle half of the times spans, over their median."""
+        lower, middle, upper = np.quantile(self.seconds, (0.25, 0.5, 0.75)).tolist()
+        return float((upper - lower) / middle)
 
     def times_of(self, other: Measurement | None) -> float | None:
         """Median over the rounds of this time / the other's in the same round; None without a measured other."""
@@ -138,6 +151,8 @@ class Sweep:
         return data | {
             "status": "measured",
             "seconds": {"lower": lower, "median": middle, "upper": upper, "samples": row.seconds},
+            "spread": row.spread,
+            "steady": row.spread < STEADY,
             "gflops": flops / middle / 1e9,
             "matmul_gflops": [rate / 1e9 for rate in row.matmul],
             "matmul_side": row.matmul_side,
@@ -200,6 +215,11 @@ def steps(settings: SweepSettings) -> int:
     return flops * (len(settings.backends) + 1) * (settings.repeat + 1)
 
 
+def measurements(settings: SweepSettings) -> int:
+    """All implementations on all workloads."""
+    return (len(settings.backends) + 1) * len(settings.batches) * len(settings.widths) * len(settings.variants)
+
+
 def _named(name: str) -> Implementation:
     try:
         return named(name)
@@ -253,17 +273,21 @@ def _measure(
             seconds(step, device)
 
     def timed(label: str) -> float:
-        advance(f"{label}: round {len(rows[label].seconds) + 1}", sizes[label].flops)
+        number = len(rows[label].seconds) + 1
+        advance(f"{label}: round {number}", sizes[label].flops if number <= settings.repeat else 0)
         return seconds(steps[label], device)
 
     calls = {label: partial(timed, label) for label in steps}
     # complete rounds only: ratios compare samples of the same round
-    for samples in in_turns(calls, lambda: 2 * side**3 / seconds(product, device), settings.repeat):
+    rounds = max(settings.repeat, settings.most)
+    for done, samples in enumerate(in_turns(calls, lambda: 2 * side**3 / seconds(product, device), rounds), 1):
         for label, taken, rate in samples:
             rows[label].seconds.append(taken)
             rows[label].matmul.append(rate)
             rows[label].matmul_side = side
             found.order.append(label)
+        if done >= settings.repeat and all(rows[label].spread < STEADY for label in steps):
+            break
     for label, size in sizes.items():
         key = label.partition(" ")[0], size.variant, size.width
         seconds_per_logit[key] = statistics.median(rows[label].seconds) / size.batch**2

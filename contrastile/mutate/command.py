@@ -13,6 +13,7 @@ from contrastile.mutate.registry import COMPONENTS, Mutant, PatchError, every
 from contrastile.mutate.run import MutationRun
 from contrastile.reporting import (
     CannotRunError,
+    StoppedError,
     cannot_run,
     progress,
     require_packages,
@@ -46,7 +47,8 @@ def main(args: argparse.Namespace) -> int:
 
     Returns:
         0 when every mutant that ran was caught, except equivalent ones; 1 when one was missed or does not fit the code
-        it is planted in; 2 when nothing could be run, or not to the end: one line on stderr says why.
+        it is planted in; 2 when nothing could be run, 130 when it was
+        interrupted: one line on stderr says why.
     """
     try:
         return _run(args)
@@ -80,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
         write_json(args.json, report.as_json(run.results, complete=complete))
     report.show(run.results, quiet=args.quiet or not complete, complete=complete)
     if not complete:
-        raise CannotRunError(f"interrupted after {len(run.results)} of {len(mutants)} mutants")
+        raise StoppedError(f"interrupted after {len(run.results)} of {len(mutants)} mutants")
     return PASS if report.passed(run.results) else FAIL
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
 from contrastile.backends import registry
-from contrastile.environment import environment
+from contrastile.environment import NVIDIA, environment, has_a_gpu
 from contrastile.reporting import (
     COULD_NOT_RUN,
     CannotRunError,
+    StoppedError,
     cannot_run,
     progress,
     require_packages,
@@ -29,7 +29,7 @@ from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Failure, Row, Run
 from contrastile.verify.worlds import Threads, World, WorldError
 
-PASS, FAIL, INTERRUPTED = 0, 1, 130
+PASS, FAIL = 0, 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,18 +71,14 @@ def main(args: argparse.Namespace) -> int:
     except (CannotRunError, WorldError) as error:
         return cannot_run("verify", error)
     except KeyboardInterrupt:
-        return _interrupted("interrupted")
-
-
-def _interrupted(line: str) -> int:
-    print(f"contrastile verify: {line}", file=sys.stderr, flush=True)
-    return INTERRUPTED
+        return cannot_run("verify", StoppedError("interrupted"))
 
 
 def listing() -> str:
     lines = ["backends"]
     for name, missing in registry.available().items():
-        lines.append(f"  {name:24}{'available' if missing is None else missing}")
+        here = "no device: needs an NVIDIA GPU" if name in NVIDIA and not has_a_gpu() else "installed"
+        lines.append(f"  {name:24}{here if missing is None else f'missing: {missing}'}")
     lines += ["dtypes", *(f"  {dtype}" for dtype in DTYPES), "cases"]
     lines += [f"  {name:24}{about}" for name, about in cases.ABOUT.items()]
     lines += [f"  {p.case:24}{p.name}: {p.about}" for p in PROPERTIES.values() if p.case is not None]
@@ -118,7 +114,7 @@ def _isolated(args: argparse.Namespace, world: Threads | None) -> int:
     rest = whole("the rest", lambda: iter(()), 1 if world is None else world.size)
     rows.append(rest.row("untested", reason=line))
     _verdict(args, rows, failures)
-    return _interrupted(line)
+    raise StoppedError(line)
 
 
 def _jobs(args: argparse.Namespace) -> int:
@@ -156,7 +152,7 @@ def _verdict(args: argparse.Namespace, rows: list[Row], failures: list[Failure],
     seconds = time.monotonic() - args.started
     if leads and args.report is not None:
         words = ["contrastile", *getattr(args, "words", ["verify"])]
-        write_text(args.report, page.page(rows, failures, words, seconds, args.left_out))
+        write_text(args.report, page.page(rows, failures, words, seconds, args.left_out, args.seed))
     if leads:
         report.show(rows, failures, quiet=args.quiet, seconds=seconds, left_out=args.left_out)
     return {"pass": PASS, "fail": FAIL, "incomplete": COULD_NOT_RUN}[report.verdict(rows)]

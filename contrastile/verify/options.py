@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -153,7 +154,9 @@ def _known(what: str, given: list[str] | None, names: list[str]) -> list[str] | 
             continue
         variants = [known for known in names if known.partition("@")[0] == name]
         if name not in names and not variants:
-            raise CannotRunError(f"{what} must be one of {', '.join(names)}, got {name!r}")
+            near = difflib.get_close_matches(name, names, 1, 0.7)
+            known = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
+            raise CannotRunError(f"no {what} is called {name!r}; {known}")
         chosen += [name] if name in names else variants
     return chosen
 

@@ -12,15 +12,15 @@ from collections import Counter
 from collections.abc import Sequence
 from html import escape
 
-from contrastile.environment import environment
+from contrastile.environment import environment, provenance
 from contrastile.verify import growth, plots, report
 from contrastile.verify.runner import Failure, Row
 
 _STYLE = """
 :root { color-scheme: light dark; }
 body { margin: 0 auto; padding: 1rem; max-width: 62rem; font: 16px/1.45 system-ui, sans-serif; }
-h1 { border-left: 0.5rem solid; padding-left: 0.8rem; }
-.pass { border-color: #16a34a; } .fail { border-color: #dc2626; } .incomplete { border-color: #d97706; }
+h1 { padding: 0.6rem 1rem; border-radius: 0.4rem; color: #ffffff; print-color-adjust: exact; }
+.pass { background: #15803d; } .fail { background: #b91c1c; } .incomplete { background: #b45309; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 0.8rem; line-height: 1.25; }
 .heat { border-collapse: collapse; table-layout: fixed; width: 100%; font-size: 0.8rem; }
 .heat td { text-align: center; background: rgba(217, 119, 6, var(--h, 0)); print-color-adjust: exact; }
@@ -39,6 +39,7 @@ def page(
     command: Sequence[str],
     seconds: float | None = None,
     left_out: Sequence[str] = (),
+    seed: int = 0,
 ) -> str:
     """What the terminal shows, with a heat map of all properties, plots and the environment, as HTML.
 
@@ -48,6 +49,7 @@ def page(
         command: the words that started it.
         seconds: how long it took, if that is to be said.
         left_out: what was not run because less was asked for.
+        seed: of everything random.
 
     Raises:
         ImportError: there is something to plot, and matplotlib is not installed.
@@ -57,13 +59,15 @@ def page(
         report.show(rows, failures, quiet=False, seconds=seconds, left_out=left_out)
     # FORCE_COLOR colours a table wherever it goes
     text = re.sub(r"\x1b\[[\d;]*m", "", shown.getvalue())
-    word = report.verdict(rows)
+    word, facts = report.verdict(rows), {"seed": seed, **provenance(), **environment()}
     body = [
         f'<h1 class="{word}">contrastile verify: {word.upper()}</h1>\n',
+        f"<p>{facts['date']}, contrastile {facts['contrastile']}, commit {facts['commit']}, seed {seed}</p>\n",
         f"<pre>$ {escape(shlex.join(command))}\n\n{escape(text)}</pre>\n",
+        *([_section("Failures by cause", _causes(failures))] if failures else []),
         _section("Error over bound", _heat(rows)),
         _section("Error against d, b and scale", _plots(rows)),
-        _section("Environment", f"<pre>{escape(json.dumps(environment(), indent=1))}</pre>"),
+        _section("Environment", f"<pre>{escape(json.dumps(facts, indent=1))}</pre>"),
     ]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -76,6 +80,19 @@ def page(
 
 def _section(title: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{content}</section>\n"
+
+
+def _causes(failures: Sequence[Failure]) -> str:
+    """The failures that are likely to have one cause, each group behind its first."""
+    parts = []
+    for group in report.causes(failures):
+        row = group[0].row
+        first = f"{row['backend']} {row['property']} {row['case']} {row['dtype']}: {row['reason']}"
+        commands = "\n".join(each.command for each in group)
+        parts.append(
+            f"<details><summary>{escape(first)} ({len(group)} in all)</summary><pre>{escape(commands)}</pre></details>"
+        )
+    return "".join(parts)
 
 
 def _heat(rows: Sequence[Row]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from contrastile.verify.comparison import Point
 
 _INK, _FAINT = "#1b1f24", "#d6dae0"
-LOOK: dict[str, Any] = {
+LOOK: dict[Any, Any] = {
     "svg.hashsalt": "contrastile",
     "svg.fonttype": "none",
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), _INK),

@@ -181,9 +181,10 @@ def test_what_was_measured_before_an_interruption_is_shown(
     monkeypatch.setattr(sweep, "seconds", interrupted)
     data, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     words = ["--backend", "torch", "--batch", "32", "48", "--width", "8", "--repeat", "9", "--no-memory"]
-    assert bench(*words, "--json", str(data), "--plot", str(picture)) == 2
-    assert capsys.readouterr().err.endswith("contrastile bench: interrupted; this is what was found until then\n")
+    assert bench(*words, "--json", str(data), "--plot", str(picture)) == 130
     read = json.loads(data.read_text())
+    done = sum(row["status"] == "measured" for row in read["rows"])
+    assert capsys.readouterr().err.endswith(f"contrastile bench: interrupted after {done} of 4 measurements\n")
     assert read["interrupted"]
     samples = [len(row["seconds"]["samples"]) if row["status"] == "measured" else 0 for row in read["rows"]]
     # both implementations of a size have the same rounds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -48,6 +49,8 @@ def test_it_holds_the_verdict_what_was_not_tested_the_cells_and_the_command() ->
         "mine:clip: equal ids",
         "numpy on cpu: 3 passed, 0 failed",
         "&quot;python&quot;",
+        f"{datetime.now(UTC):%Y-%m-%d}",
+        "seed 0",
     ):
         assert said in text
     assert text.count("<svg") == 1
@@ -63,6 +66,7 @@ def test_a_failure_is_in_its_cell_and_in_the_list() -> None:
     assert '<td class="failed">12</td>' in text
     assert "FAILED numpy value hot float32" in text
     assert '<h1 class="fail">' in text
+    assert "numpy value hot float32: raised" in text.split("Failures by cause")[1]
 
 
 def test_whatever_others_wrote_is_escaped_and_nothing_is_loaded() -> None:
