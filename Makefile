@@ -6,7 +6,7 @@
 # make docs       the site, into site/
 # make docs-version VERSION=0.1  the site as one version beside the others, committed to the branch gh-pages
 # make pictures   the charts of the records and the captures of the commands (on an idle machine)
-# make package    sdist and wheel in dist/, checked; each in an empty environment runs the README's code and verify
+# make package    sdist and wheel in dist/, checked; each in an empty environment runs the README, verify and the pages' commands
 # make test-versions  the tests of the front door with the newest packages, or with VERSIONS="numpy==1.26.* torch==2.6.*"
 # Each but test-gpu and verify-gpu needs Python 3.11+ with pip, and nothing else: a virtual environment in $(VENV) holds the rest.
 #
@@ -94,13 +94,15 @@ package:
 	$(VENV)-package/bin/python -m pip install --quiet --disable-pip-version-check build twine
 	$(VENV)-package/bin/python -m build --outdir dist .
 	$(VENV)-package/bin/python -m twine check --strict dist/*
-	for file in dist/*; do \
+	for kind in no only; do \
 	  rm -rf $(VENV)-stranger && $(PYTHON) -m venv $(VENV)-stranger && \
 	  $(VENV)-stranger/bin/python -m pip install --quiet --disable-pip-version-check -c $(PINS) $(PIP_FLAGS) \
-	    "contrastile[torch,verify] @ file://$(CURDIR)/$$file" && \
+	    --find-links dist --$$kind-binary contrastile "contrastile[torch,verify]==$$(cd dist && ls *.whl | cut -d- -f2)" && \
 	  sed -n '/^```python/,/^```/{//!p}' README.md | (cd / && $(abspath $(VENV))-stranger/bin/python -) && \
 	  (cd / && $(abspath $(VENV))-stranger/bin/contrastile verify --case smoke ragged hot) || exit 1; \
 	done
+	cd / && $(abspath $(VENV))-stranger/bin/python -m pytest -p no:cacheprovider $(CURDIR)/tests/test_docs.py \
+	  -m slow -k "commands and not many-gpus" $(ARGS)
 
 # what runs everywhere: the losses, the oracle and two backends, with whatever versions there are
 test-versions: FRONT = front_door nn autograd compile transforms autocast plan

@@ -35,8 +35,8 @@ def chart(data: Data, *, phone: bool = False) -> str:
         time, memory = figure.subplots(*shape)
         _draw(time, memory, _chosen(data))
         title = f"{e['device']}, bfloat16, d = 512, {e['date'][:10]}"
-        look: dict[str, Any] = {"ncols": 2, "fontsize": 10} if phone else {"ncols": 3}
-        look |= {"frameon": False, "title": title, "title_fontsize": 10, "loc": "outside lower center"}
+        look: dict[str, Any] = {"ncols": 2, "fontsize": 9.5} if phone else {"ncols": 3}
+        look |= {"frameon": False, "title": title, "title_fontsize": 11, "loc": "outside lower center"}
         figure.legend(*time.get_legend_handles_labels(), **look)
         return plots.svg(figure, plots.ON_DARK | {light: dark for light, dark, _ in (*LINES.values(), _OTHER)})
 

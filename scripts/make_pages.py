@@ -66,15 +66,6 @@ def gpus(results: Path, *, several: bool) -> str:
     return "\n\n".join(tables.gpu_section(*each) for each in tables.newest(found, "peers"))
 
 
-def sizes(results: Path) -> str:
-    """Our own kernels alone, on the GPU that was measured with most sizes."""
-    alone = [each for each in timed(results, {"steps"}) if tables.ranks(each[1]) == 1]
-    return "\n\n".join(
-        f"{tables.machine(data['environment'])}, {tables.recorded(stem, data['environment'])}\n\n{tables.steps(data)}"
-        for stem, data in tables.newest(alone, "steps")
-    )
-
-
 def training(results: Path) -> str:
     return "\n\n".join(tables.training_section(*each) for each in timed(results, {"training"}))
 
@@ -196,8 +187,8 @@ def conformance(results: Path) -> str:
         table(["loss", *columns], cells),
         f"Not run, for want of a GPU: {'; '.join(left_out)}." if left_out else "",
         "### Above the bound",
-        "To reproduce a cell, append its command to `contrastile verify --loss peers.adapters:`, in the folder "
-        "`benchmarks`. Put `TRITON_INTERPRET=1` before it for what runs in the interpreter. "
+        "To reproduce a cell, append its command to `contrastile verify --loss peers.adapters:`, in `benchmarks`. "
+        "Put `TRITON_INTERPRET=1` before it for what runs in the interpreter. "
         "A bound is an element's own: an error of 1e-24 counts where the exact gradient is as small.",
         table(head, above, left=(0, 1, 2, 5)),
         "### Facts",
@@ -228,7 +219,6 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "everyday calls": everyday,
     "everyday calls of the README": readme,
     "one GPU": partial(gpus, several=False),
-    "sizes on one GPU": sizes,
     "several GPUs": partial(gpus, several=True),
     "training": training,
     "contrastile bench on a CPU": cpu,

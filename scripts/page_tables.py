@@ -88,14 +88,10 @@ def machine(environment: Data) -> str:
     return device if n == 1 else f"{n} x {device}"
 
 
-def measured_with(environment: Data, packages: Sequence[str] = ("torch",)) -> str:
-    """The machine's packages and the day; the record has the rest of where a number comes from."""
-    return ", ".join([*(f"{name} {environment[name]}" for name in packages), environment["date"][:10]])
-
-
 def recorded(stem: str, environment: Data, packages: Sequence[str] = ("torch",)) -> str:
-    where = f"[The record](../results/{stem}.json) has the commit, all versions and every sample."
-    return f"{measured_with(environment, packages)}. {where}"
+    """Packages, the day, and where the rest stands."""
+    told = ", ".join([*(f"{name} {environment[name]}" for name in packages), environment["date"][:10]])
+    return f"{told}. [The record](../results/{stem}.json) has the commit, all versions and every sample."
 
 
 def newest(found: Iterable[tuple[str, Data]], part: str) -> list[tuple[str, Data]]:
@@ -129,20 +125,6 @@ def cell(row: Row | None) -> str:
         return "-"
     told = [f"{number(median(row))} ms", percent(statistics.median(row["fraction"]))]
     return ", ".join([*told, *([f"{number(row['peak_bytes'] / MIB, 4)} MiB"] if row.get("peak_bytes") else [])])
-
-
-def steps(data: Data) -> str:
-    """Our own on one process: a line for each size."""
-    found: dict[tuple[int, int, float, bool], dict[str, Row]] = {}
-    for row in measured(data, "steps", n=1, what="both"):
-        if row["name"] in OURS:
-            found.setdefault((row["b"], row["d"], row["scale"], row["graph"]), {})[row["name"]] = row
-    names = dict.fromkeys(name for at in found.values() for name in at)
-    lines = []
-    for (b, d, scale, graph), at in sorted(found.items()):
-        where = [number(b, 1), str(d), f"{scale:g}", "yes" if graph else "no"]
-        lines.append([*where, *(cell(at.get(name)) for name in names)])
-    return table(["b", "d", "scale", "graph", *names], lines)
 
 
 def scaling(data: Data) -> str:
@@ -221,7 +203,7 @@ def readme(found: Iterable[Data]) -> str:
     e = latest["environment"]
     several = [data for data in on_gpus if ranks(data) > 1 and data["environment"]["device"] == e["device"]]
     fewest = min(several, key=ranks, default=None)
-    about = f"{e['device']}, {measured_with(e)}."
+    about = f"{e['device']}, torch {e['torch']}, {e['date'][:10]}."
     lines, heads = [], dict.fromkeys(HEADS.values())
     for data, wanted in ((latest, CALLS), (fewest, CALLS_OF_RANKS)):
         timed = {} if data is None else calls(data)

@@ -137,7 +137,10 @@ def test_code_of_a_page_is_read_without_scrolling(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "reference" not in page.parts], ids=named)
 def test_a_page_is_read_in_one_sitting(page: Path) -> None:
-    assert len(page.read_text(encoding="utf-8").split()) <= LONGEST
+    text = page.read_text(encoding="utf-8")
+    assert len(text.split()) <= LONGEST
+    # a directive would be shown as it stands by a code host
+    assert not re.search(r"^(:::|--8<--|!!!|\?\?\?) ", text, re.M)
 
 
 def test_pages_and_charts_are_what_records_and_code_say(monkeypatch: pytest.MonkeyPatch) -> None:

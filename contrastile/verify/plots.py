@@ -56,6 +56,8 @@ def figure(rows: Sequence[tuple[str, Sequence[Point]]], axes: Sequence[str]) -> 
                 plot.set_xticks(sizes, [f"{x:g}" for x in sizes])
                 plot.minorticks_off()
                 plot.grid(axis="y", alpha=0.3)
+            # in one size of text: exponents above the line would be small
+            plots[0].yaxis.set_major_formatter(lambda y, _: f"1e{np.log10(y):.0f}")
             low, high = np.log10(plots[0].get_ylim())
             plots[0].set_ylim(10 ** np.floor(low), 10 ** np.ceil(high))
         names = drawn.axes[0].get_legend_handles_labels()
