@@ -160,7 +160,7 @@ def hosted() -> Iterator[Host]:
         yield host
 
 
-KINDS = ("plain", "excluded", "drop", "target", "none")
+KINDS = ("plain", "excluded", "drop", "target", "none", "limits")
 
 
 def block(host: Host, shape: tuple[int, int, int], dtype: str = "bfloat16", kind: str = "plain") -> Block:
@@ -176,6 +176,7 @@ def block(host: Host, shape: tuple[int, int, int], dtype: str = "bfloat16", kind
         "drop": Pairs(positives=index, row_ids=index, column_ids=other),
         "target": Pairs(excluded=index, row_ids=index, column_ids=other, match="target"),
         "none": Pairs(),
+        "limits": Pairs(positives=index, row_limits=arrays.full((m,), 1.0, "float32", like)),
     }[kind]
     scale, bias = (arrays.asarray(x, "float32", like) for x in (3.0, 1.0))
     return Block(rows, columns, scale, bias, pairs)

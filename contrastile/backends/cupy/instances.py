@@ -10,8 +10,8 @@ from contrastile.backends.cupy.build import Instance
 from contrastile.backends.cupy.configs import Family, kernel_family
 from contrastile.backends.passes import own_references
 
-PLAIN, EXCLUSIONS, DROP, TARGET = MASKS = range(4)
-"""Which pairs may not count: none; excluded ones; equal ids too; all but equal ids."""
+PLAIN, EXCLUSIONS, DROP, TARGET, LIMITS = MASKS = range(5)
+"""Which pairs may not count: none; excluded ones; equal ids too; all but equal ids; as DROP, and beyond limits."""
 
 ELEMENTS = {"float16": "contrastile::float16", "bfloat16": "contrastile::bfloat16", "float32": "float"}
 """The C++ name of a dtype."""
@@ -101,7 +101,7 @@ def tile_kernels(capability: int) -> Iterator[Instance]:
         for precision in ARITHMETICS if dtype == "float32" else ("ieee",):
             for safe in (True,) if own_references(dtype) else (False, True):
                 yield tile_kernel("forward", family, dtype, mask, safe=safe, precision=precision)
-            for name in ("gradient", "sigmoid"):
+            for name in ("gradient",) if mask == LIMITS else ("gradient", "sigmoid"):
                 yield tile_kernel(name, family, dtype, mask, precision=precision)
 
 
@@ -113,7 +113,7 @@ def narrow_kernel(name: str, family: Family, dtype: str, mask: int) -> Instance:
 
 def narrow_kernels(capability: int) -> Iterator[Instance]:
     """The kernels of the rows of narrow features, where there are such."""
-    for dtype, mask in product(("float16", "bfloat16"), MASKS):
+    for dtype, mask in product(("float16", "bfloat16"), MASKS[:LIMITS]):
         family = kernel_family(dtype, capability)
         if family.maps:
             yield from (narrow_kernel(name, family, dtype, mask) for name in ("forward", "gradient"))

@@ -194,12 +194,13 @@ __global__ void __launch_bounds__(BLOCK, 2) forward_sm80(const __grid_constant__
             admit_tile<MASK>(dots, storage, a, at, thread, alpha);
         if (MASK != TARGET && named<MASK>(a, at) && holds_positives(storage, thread))
             hide_positives(dots, storage, thread, alpha);
+        const auto limits = limits_of<MASK>(storage.pairs, thread, a.plan->alpha);
         float row[STRIPS][2], reference[STRIPS][2];
         if (SAFE)
             guarded_sums<STRIPS, GROUPS>(dots, alpha, thread.lane, row, reference, storage.sums[thread.warp],
-                                         storage.others[thread.warp]);
+                                         storage.others[thread.warp], limits);
         else
-            shared_sums<STRIPS, GROUPS>(dots, alpha, shift, thread.lane, row, storage.sums[thread.warp]);
+            shared_sums<STRIPS, GROUPS>(dots, alpha, shift, thread.lane, row, storage.sums[thread.warp], limits);
         store_rows(storage.rows[0][thread.warp % 2], row, thread);
         if (SAFE) store_rows(storage.rows[1][thread.warp % 2], reference, thread);
         // the next writer has passed the stream's barriers, and so have all readers

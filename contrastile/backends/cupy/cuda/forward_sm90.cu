@@ -48,11 +48,13 @@ struct ForwardEpilogue {
     __device__ __forceinline__ void process(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
         leave_negatives(acc, tile);
         const int lane = this->lane();
+        const auto limits = storage.pairs.limits(arguments.plan->alpha, warp, lane);
         float row[STRIPS][2], reference[STRIPS][2];
         if (SAFE)
-            guarded_sums<STRIPS, GROUPS>(acc, alpha, lane, row, reference, storage.sums[warp], storage.others[warp]);
+            guarded_sums<STRIPS, GROUPS>(acc, alpha, lane, row, reference, storage.sums[warp], storage.others[warp],
+                                         limits);
         else
-            shared_sums<STRIPS, GROUPS>(acc, alpha, shift, lane, row, storage.sums[warp]);
+            shared_sums<STRIPS, GROUPS>(acc, alpha, shift, lane, row, storage.sums[warp], limits);
         write_sums(row, reference, tile);
     }
 

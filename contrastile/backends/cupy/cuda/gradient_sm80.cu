@@ -44,6 +44,7 @@ __device__ __forceinline__ void strip_of_g(float (&value)[4 * GROUPS], int s, co
         rows[q] = pair_row<MASK>(storage.pairs, thread, s, q);
     }
     const int column = thread.column();
+    const auto limits = limits_of<MASK>(storage.pairs, thread, alpha);
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
         const float2 column_first = two(storage.column.first, column + 8 * g);
@@ -55,7 +56,8 @@ __device__ __forceinline__ void strip_of_g(float (&value)[4 * GROUPS], int s, co
             const int q = e >> 1, c = e & 1;
             const float dot = value[4 * g + e];
             float x = attraction<EXPONENT>(dot, alpha, reference, first[q], weight[q],
-                                           c ? column_first.y : column_first.x, c ? column_weight.y : column_weight.x);
+                                           c ? column_first.y : column_first.x, c ? column_weight.y : column_weight.x,
+                                           limits.beyond_row(dot, s, q), limits.beyond_column(dot, 8 * g + c));
             if (MASK != PLAIN && masked) {
                 const Standing pair = standing<MASK>(rows[q], 8 * g + c, c ? id.y : id.x);
                 if (!pair.admitted) x = 0.0f;

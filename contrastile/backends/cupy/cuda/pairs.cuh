@@ -18,7 +18,8 @@ enum Mask {
     PLAIN = 0,      // every pair is admitted
     EXCLUSIONS = 1, // some are excluded by index
     DROP = 2,       // equal ids hide a pair that is not positive; exclusions by index where given
-    TARGET = 3      // equal ids make a pair positive; exclusions by index where given
+    TARGET = 3,     // equal ids make a pair positive; exclusions by index where given
+    LIMITS = 4      // as DROP, and a side leaves out negatives beyond its limit
 };
 
 // What a thread knows of one of its rows. A column that is no 8 g + c means that there is none here.
@@ -53,7 +54,7 @@ __device__ __forceinline__ Standing standing(const PairRow& row, int column, lon
     const bool visible = MASK == PLAIN || row.excluded != column;
     if (MASK == TARGET) return {visible && row.id == column_id, visible};
     const bool positive = row.positive == column;
-    if (MASK == DROP) return {positive, positive || (visible && row.id != column_id)};
+    if (MASK == DROP || MASK == LIMITS) return {positive, positive || (visible && row.id != column_id)};
     return {positive, visible};
 }
 
@@ -76,6 +77,24 @@ __device__ __forceinline__ float usable_scale(float scale) { return scale == 0.0
 // The dot of a pair that does not count: times the scale it is -inf.
 // -inf, not 0: a zero pad wins the maximum when every logit is negative.
 __device__ __forceinline__ float nothing(float scale) { return scale < 0.0f ? infinity() : -infinity(); }
+
+// Whether a pair counts for its row and for its column, where both always do.
+struct NoLimits {
+    __device__ __forceinline__ bool beyond_row(float, int, int) const { return false; }
+    __device__ __forceinline__ bool beyond_column(float, int) const { return false; }
+};
+
+// The same where each has a limit. `columns` points at that of the thread's first column; `alpha` is the plan's, in the
+// forward and in the backward pass: they compare the same bits. False for NaN.
+template <int STRIPS>
+struct Limits {
+    float alpha;
+    float rows[STRIPS][2];
+    const float* columns;
+
+    __device__ __forceinline__ bool beyond_row(float dot, int s, int q) const { return dot * alpha > rows[s][q]; }
+    __device__ __forceinline__ bool beyond_column(float dot, int column) const { return dot * alpha > columns[column]; }
+};
 
 // Overwrites with `none` the dots of pairs that do not count: not admitted, their row not inside, their column (from the
 // thread's first) at or past `columns`. NEGATIVES: nor of equal ids, positive or not; what positives by index leave is
