@@ -17,7 +17,9 @@ from contrastile.backends.cupy.common import THREADS, contiguous
 from contrastile.backends.cupy.configs import NARROW_SIDE, Family, Shares, kernel_family, narrow, uses_hopper_kernels
 from contrastile.backends.cupy.instances import (
     DROP,
+    DROP_LIMITS,
     EXCLUSIONS,
+    LIMITED,
     LIMITS,
     PLAIN,
     TARGET,
@@ -56,7 +58,7 @@ class Tiles:
 
     Attributes:
         dtype: name of the features' dtype.
-        mask: PLAIN, EXCLUSIONS, DROP, TARGET or LIMITS: which masks a kernel needs.
+        mask: one of ``instances.MASKS``, which a kernel needs.
         exact: see ``passes.own_references``.
     """
 
@@ -67,8 +69,9 @@ class Tiles:
         self.exact = own_references(self.dtype)
         self.pairs = PairVectors.of(block.pairs if not block.pairs.limited else _limited(block), contiguous)
         without_ids = PLAIN if self.pairs.excluded is None else EXCLUSIONS
-        by_ids = LIMITS if block.pairs.limited else DROP
-        self.mask = {"drop": by_ids, "target": TARGET, None: without_ids}[self.pairs.match]
+        self.mask = {"drop": DROP, "target": TARGET, None: without_ids}[self.pairs.match]
+        if block.pairs.limited:
+            self.mask = LIMITS if self.mask == PLAIN else DROP_LIMITS
         device = cupy.cuda.get_device_id()
         self.family: Family = kernel_family(self.dtype, capability(device), hopper=uses_hopper_kernels())
         self.multiprocessors = multiprocessors(device)
@@ -125,7 +128,7 @@ class Tiles:
     @property
     def narrow(self) -> bool:
         """Whether the kernels of narrow features can take the block's rows alone."""
-        return narrow(self.rows.shape[1], self.family) and self.mask != LIMITS
+        return narrow(self.rows.shape[1], self.family) and self.mask not in LIMITED
 
     def narrow_gradient(self, gradient: Any, out: Any, *, fresh: bool) -> None:
         """Queue the rows' gradient of a chunk that has all columns, made without a G in memory.
@@ -186,11 +189,14 @@ class Tiles:
 
 
 def _limited(block: Block) -> Pairs:
-    """A block's pairs as the kernels of LIMITS take them: all vectors given, limits in base 2 and without the bias."""
+    """A block's pairs as the kernels of limits take them: both given, in base 2 and without the bias.
+
+    Exclusions go with ids there: without any, all are given different ones.
+    """
     pairs, m, n = block.pairs, block.rows.shape[0], block.columns.shape[0]
     row_ids, column_ids = pairs.row_ids, pairs.column_ids
-    if row_ids is None or column_ids is None:
-        # far apart: a glance at a tile tells that none are equal
+    if pairs.excluded is not None and (row_ids is None or column_ids is None):
+        # far apart: a glance at a tile then tells that none are equal
         row_ids, column_ids = cupy.arange(2**30, 2**30 + m), cupy.arange(n)
 
     def limits(given: Any, length: int) -> Any:

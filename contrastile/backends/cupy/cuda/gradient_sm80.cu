@@ -58,7 +58,7 @@ __device__ __forceinline__ void strip_of_g(float (&value)[4 * GROUPS], int s, co
             float x = attraction<EXPONENT>(dot, alpha, reference, first[q], weight[q],
                                            c ? column_first.y : column_first.x, c ? column_weight.y : column_weight.x,
                                            limits.beyond_row(dot, s, q), limits.beyond_column(dot, 8 * g + c));
-            if (MASK != PLAIN && masked) {
+            if (MASK >= EXCLUSIONS && masked) {
                 const Standing pair = standing<MASK>(rows[q], 8 * g + c, c ? id.y : id.x);
                 if (!pair.admitted) x = 0.0f;
                 if (MASK == TARGET && !CERTAIN && pair.positive) x -= taken[q] + (c ? column_taken.y : column_taken.x);
@@ -93,7 +93,7 @@ __device__ __forceinline__ void put_positives(float (&value)[4 * GROUPS], int s,
 template <int EXPONENT, int MASK, bool CERTAIN, class T>
 __device__ __forceinline__ void write_g(Accumulators& dots, const GradientStorage& storage, const GradientArguments& a,
                                         Tile at, const Thread& thread) {
-    const bool masked = MASK != PLAIN && touched<MASK>(storage.pairs);
+    const bool masked = MASK >= EXCLUSIONS && touched<MASK>(storage.pairs);
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s) {
         strip_of_g<EXPONENT, MASK, CERTAIN>(dots[s], s, storage, a, at, thread, a.plan->alpha, a.plan->reference,

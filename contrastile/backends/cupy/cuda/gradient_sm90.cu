@@ -193,7 +193,7 @@ struct GradientEpilogue {
                                             limits.beyond_column(dot[4 * g + e], column));
             if (!POSITIVES) continue;
             const Standing pair = standing<MASK>(rows.pair[q], column, c ? id.y : id.x);
-            if (MASK != PLAIN && !pair.admitted) value[e] = 0.0f;
+            if (MASK >= EXCLUSIONS && !pair.admitted) value[e] = 0.0f;
             if (!pair.positive) continue;
             if constexpr (CERTAIN)
                 value[e] = certain_positive(dot[4 * g + e], s, q, first + column, tile);

@@ -28,10 +28,10 @@ __device__ __forceinline__ void store_pairs(PairStorage& storage, const PairVect
     if (at.row + line < chunk.height) {
         named = named_columns(pairs, row, chunk.column + at.column, min(SIDE, chunk.width - at.column));
         if (MASK >= DROP) storage.row_ids[line] = pairs.row_ids[row];
-        if (MASK == LIMITS) storage.row_limits[line] = pairs.row_limits[row];
+        if (LIMITED<MASK>) storage.row_limits[line] = pairs.row_limits[row];
     }
     storage.named[line] = named;
-    if (MASK == LIMITS && at.column + line < chunk.width) storage.column_limits[line] = pairs.column_limits[column];
+    if (LIMITED<MASK> && at.column + line < chunk.width) storage.column_limits[line] = pairs.column_limits[column];
     if (MASK >= DROP) storage.column_ids[line] = at.column + line < chunk.width ? pairs.column_ids[column] : 0;
 }
 
@@ -62,7 +62,7 @@ __device__ __forceinline__ PairRow pair_row(const PairStorage& storage, const Th
 // What limits the pairs of a thread; alpha: the plan's.
 template <int MASK>
 __device__ __forceinline__ auto limits_of(const PairStorage& storage, const Thread& thread, float alpha) {
-    if constexpr (MASK == LIMITS) {
+    if constexpr (LIMITED<MASK>) {
         Limits<STRIPS> found;
         found.alpha = alpha;
         found.columns = storage.column_limits + thread.column();
