@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -27,3 +28,15 @@ def unprepared() -> None:
     prepared = sys.modules.get("contrastile.autograd.prepared")
     if prepared is not None:
         prepared.CALLS.prepared.clear()
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Problems this small only wait for a second thread."""
+    import torch
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from textwrap import dedent
@@ -34,6 +34,7 @@ from contrastile.verify.rounding import round_to
 from contrastile.verify.trial import Subject
 from contrastile.verify.truth import Truth, truth
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 RAGGED = Options(tile=(7, 13))
 
 
@@ -95,15 +96,6 @@ CASES = (
 def known(name: str, dtype: str) -> tuple[Problem, Truth]:
     case = build(name, dtype)
     return case, truth(case)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Problems this small only wait for a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
