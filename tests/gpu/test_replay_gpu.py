@@ -97,4 +97,3 @@ def test_what_a_replayed_step_saved_is_checked_as_ever(backend: str, graphs: Ste
         given[0].mul_(2)
     with pytest.raises(RuntimeError, match="inplace"):
         changed.backward()
-
