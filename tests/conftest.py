@@ -23,11 +23,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 @pytest.fixture(autouse=True)
-def unprepared() -> None:
-    """No call is known from a test before: its backend may have been another."""
-    prepared = sys.modules.get("contrastile.autograd.prepared")
+def asked_anew() -> None:
+    """No call and no backend is known from a test before: it may have been another."""
+    prepared, choice = (sys.modules.get(f"contrastile.{name}") for name in ("autograd.prepared", "backends.choice"))
     if prepared is not None:
         prepared.CALLS.prepared.clear()
+    if choice is not None:
+        for each in (choice.explained, choice.unusable, choice.capability, choice.load):
+            each.cache_clear()
 
 
 @pytest.fixture

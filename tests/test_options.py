@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import contrastile
 from contrastile import compute, problems
-from contrastile.autograd.prepared import CALLS
+from contrastile.autograd.prepared import CALLS, MOST
 from contrastile.backends.contract import Options, UnsupportedProblemError
 from contrastile.backends.registry import load
 
@@ -68,3 +69,26 @@ def test_a_backend_that_knows_no_limits_is_given_none() -> None:
     problem = problems.clip(IMAGE, TEXT, 2.0, threshold=0.1).problem
     with pytest.raises(UnsupportedProblemError, match="limits and thresholds must be None"):
         compute.problem_loss(problem, replace(load("torch"), limits=False), Options())
+
+
+def test_few_signatures_are_held_and_threads_may_ask_at_once() -> None:
+    towers = [torch.randn(11, 7, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    expected = [contrastile.clip_loss(*(x[: 1 + i % 11] for x in towers), 1.0 + i) for i in range(3 * MOST)]
+    found: list[list[Tensor]] = []
+
+    def ask() -> None:
+        found.append(
+            [
+                contrastile.clip_loss(*(x[: 1 + i % 11] for x in towers), 1.0 + i, workspace=1 + i % 7)
+                for i in range(3 * MOST)
+            ]
+        )
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == len(threads)
+    assert all(all(map(torch.equal, each, expected)) for each in found)
+    assert len(CALLS.prepared) <= MOST

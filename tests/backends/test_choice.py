@@ -24,18 +24,6 @@ from contrastile.verify.facts import limits
 from contrastile.verify.wrapped import around
 
 DTYPES = ("float16", "bfloat16", "float32")
-CACHES = choice.explained, choice.unusable, choice.capability, registry.load
-
-
-@pytest.fixture(autouse=True)
-def asked_anew() -> Iterator[None]:
-    for each in CACHES:
-        each.cache_clear()
-    yield
-    for each in CACHES:
-        each.cache_clear()
-
-
 Machine = Callable[..., None]
 
 

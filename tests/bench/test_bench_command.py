@@ -2,7 +2,9 @@
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,19 @@ import pytest
 
 from contrastile import cli
 from contrastile.bench import command, sweep
+from contrastile.bench.agreement import FEW_ROWS, check
 from contrastile.bench.command import add_arguments
 from contrastile.bench.sweep import Measurement, Sweep, SweepSettings
 from contrastile.bench.workloads import Workload
 
 TINY = ("--backend", "torch", "--batch", "32", "--width", "8", "--repeat", "1", "--no-memory")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def a_small_check() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "check", partial(check, rows=FEW_ROWS))
+        yield
 
 
 def parsed(*words: str) -> argparse.Namespace:

@@ -60,6 +60,25 @@ class Counting:
         return counted
 
 
+def errors(n: int, *calls: Callable[[Any], Any]) -> list[list[str]]:
+    """What each rank's calls raised, one after the other; "" where nothing. No feature may have moved by then."""
+
+    def program(comm: InProcess) -> list[str]:
+        found = []
+        for call in calls:
+            guarded = Counting(comm)
+            try:
+                call(guarded)
+            except Exception as error:
+                assert not guarded.count
+                found.append(f"{type(error).__name__}: {error}")
+            else:
+                found.append("")
+        return found
+
+    return InProcessGroup[list[str]](n).run(program)
+
+
 def measured(backend: Backend) -> tuple[Backend, list[int]]:
     """A backend that adds up the areas of the blocks of its forward and of its backward."""
     areas = [0, 0]

@@ -35,7 +35,6 @@ def broken(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     yield "broken_module:backend"
     sys.modules.pop("broken_module", None)
-    registry.load.cache_clear()
 
 
 def test_a_sound_backend_exits_0_and_json_holds_the_rows_of_every_case_of_a_name(tmp_path, capsys):
