@@ -85,9 +85,8 @@ def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan,
         problem = replace(problem, blocking=blocking)
     dtype = library.dtype(problem.rows)
     if backend == "auto":
-        limited = problem.row_limits is not None or problem.column_limits is not None
         place = library.place(problem.rows) if blocking is None else str(blocking.device)
-        backend = choose(library.name, place, dtype, options.precision, limited or problem.placement is not None)
+        backend = choose(library.name, place, dtype, options.precision, problem.placement is not None)
     return Plan(problem, backend, settled(options, backend, dtype), library), loss
 
 

@@ -80,7 +80,7 @@ def complete(settings: Given) -> dict[str, Any]:
     if len(found) != len(DEFAULTS):
         unknown = next(name for name in settings if name not in DEFAULTS)
         if unknown == "temperature":
-            raise TypeError("scale multiplies, and a temperature divides; pass scale = 1 / temperature instead of it")
+            raise TypeError("a loss must be given its scale, got a temperature; pass scale = 1 / temperature")
         raise TypeError(
             f"keyword arguments must be the call's own or one of {', '.join(DEFAULTS)}, got {unknown!r}; "
             "check its spelling"

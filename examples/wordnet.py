@@ -28,7 +28,7 @@ from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
 import contrastile
-from contrastile import training
+from contrastile import retrieval, training
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 from make_wordnet_pairs import FILES, QUOTED, model_folder
@@ -128,14 +128,8 @@ def evaluate(model: MiniLM, data: WordNet, stream: Any) -> dict[str, float]:
             for ids in (data.queries[data.testing], data.glosses[numbers])
         )
     model.train()
-    return recall(queries, glosses, own.to(queries.device))
-
-
-def recall(query: Tensor, key: Tensor, own: Tensor) -> dict[str, float]:
-    """Share of queries whose own key, of row ``own``, is among the nearest 1 and 10; a tie counts against it."""
-    scores = query @ key.T
-    rank = (scores >= scores.gather(1, own[:, None])).sum(dim=1)
-    return {f"recall@{k}": (rank <= k).double().mean().item() for k in (1, 10)}
+    ranks = retrieval.ranks(queries, glosses, positives=own.to(queries.device))
+    return {f"recall@{k}": retrieval.recall(ranks, k) for k in (1, 10)}
 
 
 def train(model: MiniLM, data: WordNet, stream: Any, given: argparse.Namespace) -> list[dict[str, float]]:

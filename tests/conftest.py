@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,8 +23,23 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 @pytest.fixture(autouse=True)
-def unprepared() -> None:
-    """No call is known from a test before: its backend may have been another."""
-    prepared = sys.modules.get("contrastile.autograd.prepared")
+def asked_anew() -> None:
+    """No call and no backend is known from a test before: it may have been another."""
+    prepared, choice = (sys.modules.get(f"contrastile.{name}") for name in ("autograd.prepared", "backends.choice"))
     if prepared is not None:
         prepared.CALLS.prepared.clear()
+    if choice is not None:
+        for each in (choice.explained, choice.unusable, choice.capability, choice.load):
+            each.cache_clear()
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Problems this small only wait for a second thread."""
+    import torch
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -197,35 +197,6 @@ def test_the_first_way_that_fits_is_taken(capsys: pytest.CaptureFixture[str], tm
     assert (code, said.splitlines()[-1][:13]) == (1, "nothing fits:")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--batch 0", "--batch must be at least 1, got 0"),
-        (f"--batch {'9' * 400}", f"--batch must be at most 1099511627776, got {'9' * 400}"),
-        (f"--dim -{'9' * 400}", f"--dim must be at least 1, got -{'9' * 400}"),
-        (f"--gpus {'9' * 12}", f"--gpus must be at most 1048576, got {'9' * 12}"),
-        ("--memory-gib -1", "--memory-gib must be at least 0.001, got -1"),
-        ("--memory-gib 0", "--memory-gib must be at least 0.001, got 0"),
-        ("--memory-gib 1e300", "--memory-gib must be at most 1e+09, got 1e+300"),
-        ("--memory-gib inf", "--memory-gib must be finite, got inf"),
-        ("--model-gib 1e300", "--model-gib must be at most 1e+09, got 1e+300"),
-        ("--model-gib=-inf", "--model-gib must be finite, got -inf"),
-        ("--encoder-mib-per-sample 1e300", "--encoder-mib-per-sample must be at most 1e+09, got 1e+300"),
-        ("--encoder-mib-per-sample nan", "must be finite, got nan"),
-        ("--backend numpy --device cpu --dtype float64", "numpy backend does not say"),
-        ("--backend numpy --device cpu", "float32 or float64, got bfloat16; convert them"),
-        ("--backend numpy", "features must be on cpu, got cuda; move them"),
-        ("--backend tpu", "backend must be one of"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused_with_the_reason(
-    words: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, text = asked(capsys, *["--batch", "9", "--dim", "5", "--memory-gib", "1"], *words.split())
-    assert code == 2
-    assert said in text
-
-
 def test_the_memory_is_that_of_the_device(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = asked(capsys, "--batch", "9", "--dim", "5", "--device", "cpu")
     assert code == 0

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import contrastile
 from contrastile import compute, problems
+from contrastile.autograd.prepared import CALLS, MOST
 from contrastile.backends.contract import Options, UnsupportedProblemError
 from contrastile.backends.registry import load
-from contrastile.oracle import named
 
 B, N, WIDTH = 23, 31, 12
-# two float64 computations of logits below 10: products, sums of up to B + N exponentials, and their differences
-ERROR = 2.0**-53 * 16 * (WIDTH + B + N + 64)
 draw = torch.Generator().manual_seed(0)
 IMAGE, TEXT, KEYS = (torch.randn(n, WIDTH, generator=draw, dtype=torch.float64) / 2 for n in (B, B, N))
 LABELS, OF_KEYS = (torch.randint(0, 9, (n,), generator=draw) for n in (B, N))
@@ -26,41 +24,33 @@ WEIGHTS = torch.rand(B, generator=draw, dtype=torch.float64)
 SCALE = torch.tensor(2.5, dtype=torch.float64)
 
 
-def leaves(*given: Tensor) -> list[Tensor]:
-    return [x.clone().requires_grad_() for x in given]
-
-
-def check(loss: Tensor, given: list[Tensor], exact: named.LossAndGradients) -> None:
-    gradients = torch.autograd.grad(loss, given)
-    expected = exact.loss, exact.d_rows, exact.d_columns, exact.d_scale
-    for x, y in zip((loss.detach(), *gradients), expected, strict=True):
-        np.testing.assert_allclose(x.numpy(), y, rtol=0, atol=ERROR * (1 + np.abs(y).max()))
-
-
-CHOICES: list[tuple[dict[str, Any], named.Options]] = [
-    ({"margin": 0.1}, named.Options(margin=0.1)),
-    ({"margin": 0.3}, named.Options(margin=0.3)),
-    ({}, named.Options()),
-    ({"threshold": -0.2}, named.Options(threshold=-0.2)),
-    ({"threshold": -0.4}, named.Options(threshold=-0.4)),
-    ({"threshold": -0.4, "threshold_is": "relative"}, named.Options(threshold=-0.4, relative=True)),
-    ({"label_smoothing": 0.1}, named.Options(smoothing=0.1)),
-    ({"label_smoothing": 0.4}, named.Options(smoothing=0.4)),
+CHOICES: list[dict[str, Any]] = [
+    *({"margin": x} for x in (0.1, 0.3)),
+    {},
+    *({"threshold": x} for x in (-0.2, -0.4)),
+    {"threshold": -0.4, "threshold_is": "relative"},
+    *({"label_smoothing": x} for x in (0.1, 0.4)),
 ]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_calls_one_after_another_have_their_own_numbers(compiled: bool) -> None:
-    call: Any = (
-        torch.compile(contrastile.clip_loss, backend="eager", fullgraph=True) if compiled else contrastile.clip_loss
-    )
-    pending = []
-    for keywords, options in CHOICES * 2:
-        given = leaves(IMAGE, TEXT, SCALE)
-        pending.append((call(*given, **keywords, weights=WEIGHTS), given, options))
+def test_calls_one_after_another_have_the_bits_of_a_first_call(compiled: bool) -> None:
+    loss: Any = contrastile.clip_loss
+
+    def made(call: Any, options: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+        given = [x.clone().requires_grad_() for x in (IMAGE, TEXT, SCALE)]
+        return call(*given, **options, weights=WEIGHTS), given
+
+    expected = []
+    for options in CHOICES:
+        CALLS.prepared.clear()
+        value, given = made(loss, options)
+        expected.append([value, *torch.autograd.grad(value, given)])
+    call = torch.compile(loss, backend="eager", fullgraph=True) if compiled else loss
+    pending = [made(call, options) for options in CHOICES * 2]
     # every backward pass after all forward passes: none may have the numbers of the last
-    for loss, given, options in pending:
-        check(loss, given, named.clip(IMAGE.numpy(), TEXT.numpy(), 2.5, weights=WEIGHTS.numpy(), options=options))
+    for (value, given), right in zip(pending, expected * 2, strict=True):
+        assert all(map(torch.equal, [value, *torch.autograd.grad(value, given)], right))
 
 
 def test_value_and_grad_of_sup_con_with_keys_has_the_gradients_of_its_own_arguments() -> None:
@@ -79,3 +69,26 @@ def test_a_backend_that_knows_no_limits_is_given_none() -> None:
     problem = problems.clip(IMAGE, TEXT, 2.0, threshold=0.1).problem
     with pytest.raises(UnsupportedProblemError, match="limits and thresholds must be None"):
         compute.problem_loss(problem, replace(load("torch"), limits=False), Options())
+
+
+def test_few_signatures_are_held_and_threads_may_ask_at_once() -> None:
+    towers = [torch.randn(11, 7, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    expected = [contrastile.clip_loss(*(x[: 1 + i % 11] for x in towers), 1.0 + i) for i in range(3 * MOST)]
+    found: list[list[Tensor]] = []
+
+    def ask() -> None:
+        found.append(
+            [
+                contrastile.clip_loss(*(x[: 1 + i % 11] for x in towers), 1.0 + i, workspace=1 + i % 7)
+                for i in range(3 * MOST)
+            ]
+        )
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == len(threads)
+    assert all(all(map(torch.equal, each, expected)) for each in found)
+    assert len(CALLS.prepared) <= MOST

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pages import blocks, printed, read
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
-PAGE = (Path(__file__).parent.parent / "docs" / "how-to" / "own-loss.md").read_text(encoding="utf-8")
+PAGE = read("docs/how-to/own-loss.md")
 B, WIDTH, SCALE = 13, 6, 5.5
 UNIT = 2.0**-53
 LINES = 5
@@ -24,9 +22,7 @@ PAIRS = ("cosface", "smoothed", "own_negatives", "distilled")
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
     scope: dict[str, Any] = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S):
-            exec(block, scope)
+    printed("\n".join(blocks(PAGE)), scope)
     return scope
 
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 import contrastile
 from contrastile import plan
-from contrastile.backends.contract import PRECISIONS, Backend, Options
+from contrastile.backends.contract import PRECISIONS, Options
 from contrastile.backends.registry import load
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.plan import DEFAULTS, Settings
+from contrastile.verify.wrapped import around
 
 ASKED: dict[str, Any] = {"tile": (7, 5), "precision": "split", "workspace": 3, "keep": 2}
 Loss = Callable[..., Tensor]
@@ -28,18 +29,13 @@ Loss = Callable[..., Tensor]
 def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Options]]:
     """The options that each primitive of torch's backend is given, by its name."""
     found: dict[str, list[Options]] = {}
-    torch_s = load("torch")
 
-    def watched(name: str) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
-            found.setdefault(name, []).append(given[-1])
-            return getattr(torch_s, name)(*given)
+    def call(primitive: Callable[..., Any], *given: Any) -> Any:
+        found.setdefault(primitive.__name__, []).append(given[-1])
+        return primitive(*given)
 
-        return call
-
-    names = ("lse", "gradients", "sigmoid")
-    backend: Backend = replace(torch_s, precisions=frozenset(PRECISIONS), **{name: watched(name) for name in names})
-    monkeypatch.setattr(plan, "load", lambda name: backend)
+    backend = around(load("torch"), call, "lse", "gradients", "sigmoid")
+    monkeypatch.setattr(plan, "load", lambda name: replace(backend, precisions=frozenset(PRECISIONS)))
     return found
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from contrastile import reporting
-from contrastile.cli import main
 from contrastile.reporting import plain_table, progress, show_table, why_not_writable
 
 
@@ -34,25 +33,6 @@ def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     # opening it would wait for a reader, or end what the reader gets
     assert why_not_writable(pipe) is None
-
-
-@pytest.mark.parametrize(
-    ("words", "work"),
-    [
-        ("verify --backend numpy --json", "contrastile.verify.command.Run"),
-        ("verify --backend numpy --world 2 --json", "contrastile.verify.command.Run"),
-        ("bench --json", "contrastile.bench.sweep.run"),
-        ("bench --plot", "contrastile.bench.sweep.run"),
-        ("doctor --json", "contrastile.doctor.examine"),
-    ],
-)
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(
-    words: str, work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(work, None)
-    command, *options = words.split()
-    assert main([command, *options, str(tmp_path)]) == 2
-    assert capsys.readouterr() == ("", f"contrastile {command}: cannot write {tmp_path}: Is a directory\n")
 
 
 @pytest.mark.parametrize("rich", [True, False])

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from xml.etree import ElementTree
 
+import make_captures
 import pytest
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture
-def make_captures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script of the captures."""
-    pytest.importorskip("rich")
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return importlib.import_module("make_captures")
-
-
-def test_a_capture_that_names_this_machine_is_refused(make_captures: ModuleType) -> None:
+def test_a_capture_that_names_this_machine_is_refused() -> None:
     make_captures.refuse("torch 2.13.0, /absolute/path")
     with pytest.raises(ValueError, match="must not name this machine"):
         make_captures.refuse(f"found in {sys.prefix}/lib")
 
 
-def test_the_committed_captures_are_of_today_s_commands_and_name_no_machine(make_captures: ModuleType) -> None:
+def test_the_committed_captures_are_of_today_s_commands_and_name_no_machine() -> None:
     found = {path.stem.removeprefix("terminal-"): path for path in make_captures.ASSETS.glob("terminal-*.svg")}
     assert {"verify", "doctor", "plan"} <= set(found) <= set(make_captures.CAPTURES)
     for name, path in found.items():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-import pytest
-from pages import ROOT, blocks, masked, printed, read
+from pages import blocks, masked, printed, read
 
 PAGE = read("docs/tutorials/tiny-clip.md")
 BLOCKS = blocks(PAGE)
@@ -22,8 +21,7 @@ def test_the_tiny_clip_is_the_example() -> None:
     assert "docs/tutorials/tiny-clip.md" in about
 
 
-def test_the_tiny_clip_learns_and_prints_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "examples")
+def test_the_tiny_clip_learns_and_prints_what_the_page_says() -> None:
     found, shown = printed("\n".join(BLOCKS)), "".join(blocks(PAGE, "text"))
     before, after = (float(re.findall(rf"^{when}: +recall@1 (\S+)$", found, re.M)[0]) for when in ("before", "after"))
     assert before < 0.2 < BEST < after

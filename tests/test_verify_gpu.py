@@ -6,9 +6,9 @@ import argparse
 import importlib
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+import verify_gpu as script
 
 from contrastile.cli import main
 from contrastile.mutate import command as mutate
@@ -19,13 +19,7 @@ from contrastile.verify.properties import PROPERTIES
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return importlib.import_module("verify_gpu")
-
-
-def test_every_command_can_be_given(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_can_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen, mutants = set(), list[str]()
     parser = {"verify": argparse.ArgumentParser(), "mutate": argparse.ArgumentParser()}
     verify.add_arguments(parser["verify"])
@@ -56,7 +50,7 @@ def test_every_command_can_be_given(script: Any, tmp_path: Path, capsys: pytest.
     assert "cupy:plain-log" in listed
 
 
-def test_so_many_problems_are_drawn(script: Any, tmp_path: Path) -> None:
+def test_so_many_problems_are_drawn(tmp_path: Path) -> None:
     drawn = [job for job in script.jobs(100_000, 5, 8, tmp_path) if job.step == "drawn"]
     assert sum(job.facts["problems"] for job in drawn) == 100_000
     of_one = {job.facts["seed"] for job in drawn if job.name.startswith("cupy-float16")}
@@ -76,7 +70,7 @@ def test_so_many_problems_are_drawn(script: Any, tmp_path: Path) -> None:
     ids=["sound", "wrong", "skipped", "endless", "late", "missing"],
 )
 def test_a_job_passes_only_if_it_has_shown_something(
-    program: str | None, seconds: float, why: str, script: Any, tmp_path: Path
+    program: str | None, seconds: float, why: str, tmp_path: Path
 ) -> None:
     command = ["no-such-program"] if program is None else [sys.executable, "-S", "-c", program]
     job = script.Job("verify", "one", command, {"seed": 3})
@@ -98,13 +92,12 @@ SAID = """========= COMPUTE-SANITIZER
 """
 
 
-def test_what_a_sanitizer_finds_is_counted_by_kernel(script: Any) -> None:
+def test_what_a_sanitizer_finds_is_counted_by_kernel() -> None:
     cublas, ours = "void cutlass::Kernel2<a_nt_align8>", "void contrastile::measure<float>"
     assert script.findings(SAID) == {cublas: 1, ours: 1}
 
     def judged(tool: str, text: str) -> str:
-        found: str = script.judged(script.Job("sanitizers", f"{tool}-cupy", [], {}), text)
-        return found
+        return script.judged(script.Job("sanitizers", f"{tool}-cupy", [], {}), text)
 
     assert judged("memcheck", SAID) == f"1 x {ours}; 1 x {cublas}"
     assert judged("initcheck", SAID) == f"1 x {ours}"

@@ -25,7 +25,7 @@ class Preference:
 
     Attributes:
         capability: the GPU's compute capability times 10; None for any.
-        group: whether the call has a group, or limits, which cupy refuses; None for any.
+        group: whether the call has a group; None for any.
         dtypes: of the features; float32 with a precision that the caller named is "float32/tf32" and the like.
         order: backends, the fastest first. The first that can be used is taken.
         measured: the measurement behind the order.
@@ -92,7 +92,7 @@ def choose(library: str, place: str, dtype: str = "float32", precision: str = "a
         place: their device: "cpu", "cuda:1"; "cuda" for torch's current one.
         dtype: theirs.
         precision: that the caller asks for.
-        group: whether the call has a group, or limits.
+        group: whether the call has a group.
     """
     return explained(library, place, dtype, precision, group).name
 

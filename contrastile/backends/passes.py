@@ -31,6 +31,8 @@ def supports(block: Block) -> str | None:
     """Why the kernels cannot take a block, or None."""
     if block.rows.shape[1] == 0:
         return "features must have at least one column, got 0"
+    if block.pairs.match == "target" and block.pairs.limited:
+        return "limits must be None where ids name the positives, got some"
     return None
 
 

@@ -7,6 +7,7 @@ Both classes are subclasses of the library's own, with its arguments, so that it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.functional import normalize
 
 from contrastile.losses import clip_loss, info_nce
 from contrastile.plan import Settings, complete
+from contrastile.training.random_state import Autocast
 
 _SHARED = (
     "scale",
@@ -159,7 +161,8 @@ class MultipleNegativesRankingLoss(losses.MultipleNegativesRankingLoss):  # type
 class CachedMultipleNegativesRankingLoss(losses.CachedMultipleNegativesRankingLoss):  # type: ignore[misc]
     """The library's ``CachedMultipleNegativesRankingLoss``, whose gradient cache is kept, with the loss in one call.
 
-    ``mini_batch_size`` bounds the encoder's memory; the loss does not need it.
+    ``mini_batch_size`` bounds the encoder's memory; the loss does not need it. The second pass of the encoder, in the
+    backward pass, has the autocast of the first, wherever ``backward`` is called.
 
     Args:
         *args: the library's own.
@@ -174,6 +177,11 @@ class CachedMultipleNegativesRankingLoss(losses.CachedMultipleNegativesRankingLo
         super().__init__(*args, **kwargs)
         shared = {name: getattr(self, name) for name in _SHARED}
         self.loss = MultipleNegativesRankingLoss(self.model, settings=settings, **shared)
+
+    def embed_minibatch(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        """The library's: embeddings, and the context that their second pass enters, None without one."""
+        embeddings, random_state = super().embed_minibatch(*args, **kwargs)
+        return embeddings, None if random_state is None else _Again(random_state, Autocast([embeddings.device]))
 
     def calculate_loss(
         self, reps: Sequence[Sequence[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
@@ -190,6 +198,22 @@ class CachedMultipleNegativesRankingLoss(losses.CachedMultipleNegativesRankingLo
             return loss
         torch.autograd.backward(loss)
         return loss.detach()
+
+
+class _Again:
+    """The random numbers and the autocast of a first pass, to be entered as often as it is repeated."""
+
+    def __init__(self, random_state: AbstractContextManager[None], autocast: Autocast) -> None:
+        self._random_state, self._autocast = random_state, autocast
+
+    def __enter__(self) -> None:
+        # see Replay: an autocast around the call may keep copies of weights that have no gradient
+        torch.clear_autocast_cache()
+        self._stack = self._autocast.again()
+        self._stack.enter_context(self._random_state)
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
 
 def _apart(mode: str | None, documents: int) -> range:

@@ -231,7 +231,7 @@ def selected(
             yield whole(name, partial(skipped, str(error)), ranks)
         except (Exception, SystemExit) as error:
             # importing other people's code may raise anything
-            ours = isinstance(error, ValueError | TypeError)
+            ours = str(error).startswith("backend ")
             raise CannotRunError(str(error) if ours else f"backend {name!r} raised {one_line(error)}") from error
         if said := printed():
             found = wrong(f"printed to stdout when it was imported: {said!r}")

@@ -160,7 +160,7 @@ def hosted() -> Iterator[Host]:
         yield host
 
 
-KINDS = ("plain", "excluded", "drop", "target", "none")
+KINDS = ("plain", "excluded", "drop", "target", "none", "limits", "limits-excluded")
 
 
 def block(host: Host, shape: tuple[int, int, int], dtype: str = "bfloat16", kind: str = "plain") -> Block:
@@ -170,12 +170,15 @@ def block(host: Host, shape: tuple[int, int, int], dtype: str = "bfloat16", kind
     m, n, d = shape
     rows, columns = (arrays.asarray(random.standard_normal((size, d)), dtype, like) for size in (m, n))
     index, other = arrays.arange(0, m, like), arrays.arange(0, n, like)
+    limits = arrays.full((m,), 1.0, "float32", like)
     pairs = {
         "plain": Pairs(positives=index),
         "excluded": Pairs(positives=index, excluded=index),
         "drop": Pairs(positives=index, row_ids=index, column_ids=other),
         "target": Pairs(excluded=index, row_ids=index, column_ids=other, match="target"),
         "none": Pairs(),
+        "limits": Pairs(positives=index, row_limits=limits),
+        "limits-excluded": Pairs(excluded=index, row_limits=limits),
     }[kind]
     scale, bias = (arrays.asarray(x, "float32", like) for x in (3.0, 1.0))
     return Block(rows, columns, scale, bias, pairs)

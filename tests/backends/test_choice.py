@@ -21,20 +21,9 @@ from contrastile.comm.communicator import MismatchError
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.schedules import handshake
 from contrastile.verify.facts import limits
+from contrastile.verify.wrapped import around
 
 DTYPES = ("float16", "bfloat16", "float32")
-CACHES = choice.explained, choice.unusable, choice.capability, registry.load
-
-
-@pytest.fixture(autouse=True)
-def asked_anew() -> Iterator[None]:
-    for each in CACHES:
-        each.cache_clear()
-    yield
-    for each in CACHES:
-        each.cache_clear()
-
-
 Machine = Callable[..., None]
 
 
@@ -148,13 +137,8 @@ def test_the_precision_of_auto_rounds_no_more_than_float32_does() -> None:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The precisions that a backend is given that takes "auto" for "split"."""
     found: list[str] = []
-    torch_s = registry.load("torch")
-
-    def lse(block: Any, columns: bool, options: Options) -> Any:
-        found.append(options.precision)
-        return torch_s.lse(block, columns, options)
-
-    backend = replace(torch_s, precisions=frozenset(PRECISIONS), auto_precision="split", lse=lse, diagonal=None)
+    watched = around(registry.load("torch"), lambda lse, *given: found.append(given[-1].precision) or lse(*given))
+    backend = replace(watched, precisions=frozenset(PRECISIONS), auto_precision="split")
     for module in (plan, choice):
         monkeypatch.setattr(module, "load", lambda name: backend)
     return found

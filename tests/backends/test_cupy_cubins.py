@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import json
 import os
 import re
@@ -18,6 +17,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc")
+
+import cupy_resources as script
 
 from contrastile.backends.cupy import arguments, build, cache, instances
 from contrastile.backends.cupy.build import Instance
@@ -37,13 +38,7 @@ def recorded() -> dict[str, Any]:
     return found
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return importlib.import_module("cupy_resources")
-
-
-def test_the_table_is_of_these_sources_and_has_every_instance(script: Any) -> None:
+def test_the_table_is_of_these_sources_and_has_every_instance() -> None:
     found = recorded()
     why = "kernels changed: write the table anew, as this file's first lines say, and look at what it says"
     assert found["sources"] == script.sources(), why
@@ -60,7 +55,7 @@ def test_the_table_is_of_these_sources_and_has_every_instance(script: Any) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", instances.CAPABILITIES)
-def test_an_instance_of_every_template_compiles_as_recorded(capability: int, script: Any) -> None:
+def test_an_instance_of_every_template_compiles_as_recorded(capability: int) -> None:
     """All were compiled when the table was written, and it says of which sources."""
     table = {(row["kernel"], row["architecture"]): row for row in recorded()["kernels"]}
     same = recorded()["nvrtc"] == "{}.{}".format(*build.nvrtc_version())

@@ -6,7 +6,7 @@ import importlib
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +17,6 @@ from contrastile.backends.contract import BackendUnavailableError, Options
 from contrastile.backends.settings import kept_bytes, mebibytes, workspace_bytes
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def asked_anew() -> Iterator[None]:
-    registry.load.cache_clear()
-    yield
-    registry.load.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["numpy", "contrastile.backends.numpy:backend"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from textwrap import dedent
@@ -33,7 +33,9 @@ from contrastile.verify.plain import compare_with_plain
 from contrastile.verify.rounding import round_to
 from contrastile.verify.trial import Subject
 from contrastile.verify.truth import Truth, truth
+from contrastile.verify.wrapped import around
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 RAGGED = Options(tile=(7, 13))
 
 
@@ -95,15 +97,6 @@ CASES = (
 def known(name: str, dtype: str) -> tuple[Problem, Truth]:
     case = build(name, dtype)
     return case, truth(case)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Problems this small only wait for a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
@@ -277,11 +270,11 @@ def pair(scale: float = 3.0) -> list[Tensor]:
 def test_every_block_is_kept_and_gives_the_bits_of_one_that_is_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = []
 
-    def counted(block: Block, weights: Weights, *rest: Any) -> None:
+    def counted(gradients: Any, block: Block, weights: Weights, *rest: Any) -> None:
         kept.append(weights.kept is not None)
-        backend.gradients(block, weights, *rest)
+        gradients(block, weights, *rest)
 
-    watched = replace(backend, gradients=counted, diagonal=None)
+    watched = around(backend, counted, "gradients")
     monkeypatch.setattr(plan, "load", lambda name: watched)
     monkeypatch.setattr("contrastile.backends.torch.tiles.CPU_TILE", (16, 32))
     monkeypatch.setattr(triangle, "CPU_ROWS", 23)

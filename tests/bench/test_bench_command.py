@@ -1,9 +1,10 @@
 """``contrastile bench`` from its options to its table, record, picture and exit code."""
 
 import argparse
-import importlib.util
 import json
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,19 @@ import pytest
 
 from contrastile import cli
 from contrastile.bench import command, sweep
+from contrastile.bench.agreement import FEW_ROWS, check
 from contrastile.bench.command import add_arguments
 from contrastile.bench.sweep import Measurement, Sweep, SweepSettings
 from contrastile.bench.workloads import Workload
 
 TINY = ("--backend", "torch", "--batch", "32", "--width", "8", "--repeat", "1", "--no-memory")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def a_small_check() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "check", partial(check, rows=FEW_ROWS))
+        yield
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -131,37 +140,6 @@ def test_no_speed_of_what_disagrees_or_raises(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(wrong, raising)
     assert [row.reason for row in swept().rows.values()] == ["raised RuntimeError: two lines", None]
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--backend", "nobody"), "'nobody'"),
-        (("--device", "cuda"), "contrastile doctor"),
-        (("--plot", "x.png"), "pip install 'contrastile[verify]'"),
-        (("--batch", "64", "0"), "--batch must be at least 1, got 0"),
-        (("--repeat", "-1"), "--repeat must be at least 1, got -1"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_at_once(
-    words: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if "--plot" in words:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(command, "torch_sees_a_gpu", lambda: False)
-    assert bench(*words) == 2
-    assert says in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("source", ["raise SystemExit(0)", "raise ValueError('two\\nlines')"])
-def test_a_backend_whose_import_raises_is_one_line(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "raises_on_import.py").write_text(source + "\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert bench("--backend", "raises_on_import:backend") == 2
-    said = {"raise SystemExit(0)": "SystemExit: 0"}.get(source, "ValueError: two lines")
-    assert capsys.readouterr().err == f"contrastile bench: backend 'raises_on_import:backend' raised {said}\n"
 
 
 @pytest.mark.parametrize("calls", [0, 20, 40])

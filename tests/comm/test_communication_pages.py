@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import queue
 import re
 import subprocess
@@ -15,9 +14,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+import queues
 import torch
 import torch.distributed as dist
 from launching import PATIENCE, run
+from pages import blocks, read
 
 import contrastile
 from contrastile import problems
@@ -31,15 +32,14 @@ from contrastile.verify.selection import Selection
 from contrastile.verify.truth import truth
 from contrastile.verify.worlds import Threads
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "many-gpus.md"
+BLOCKS = blocks(read("docs/how-to/many-gpus.md"))
 RANKS = 3
 
 
 def printed(engine: str, block: int, folder: Path) -> str:
     """What a block of the page prints under its launcher."""
-    found = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)[block]
     program = folder / "train.py"
-    program.write_text(found, encoding="utf-8")
+    program.write_text(BLOCKS[block], encoding="utf-8")
     ended = run(engine, RANKS, str(program))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
@@ -79,9 +79,8 @@ def test_the_mpirun_program_has_the_loss_of_the_whole_batch(tmp_path: Path) -> N
 
 
 def test_the_queue_is_shared_out() -> None:
-    found = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)[2]
     scope: dict[str, Any] = {"contrastile": contrastile}
-    exec(found, scope)
+    exec(BLOCKS[2], scope)
     draw = torch.Generator().manual_seed(37)
     query, key, queue = (torch.randn(rows, 8, dtype=torch.float64, generator=draw) for rows in (5, 5, 11))
     query, key, queue = (torch.nn.functional.normalize(x, dim=1) for x in (query, key, queue))
@@ -95,27 +94,8 @@ def test_the_queue_is_shared_out() -> None:
     assert abs(loss - contrastile.info_nce(query, key, 20.0, negatives=queue)) <= allowed
 
 
-ROOT = Path(__file__).parents[2]
-COMMUNICATOR = ROOT / "docs" / "how-to" / "write-communicator.md"
+COMMUNICATOR = read("docs/how-to/write-communicator.md")
 T = TypeVar("T")
-
-
-def shown() -> Path:
-    """The file that the page shows."""
-    (name,) = re.findall("make_pages.py: file (.*) -->", COMMUNICATOR.read_text(encoding="utf-8"))
-    return ROOT / name
-
-
-@pytest.fixture(scope="module")
-def queues() -> Any:
-    """That file, as a module that somebody else wrote."""
-    spec = importlib.util.spec_from_file_location("queues_from_the_page", shown())
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def on_every_rank(
@@ -149,14 +129,14 @@ def rows(size: int, make: Callable[..., Any], cases: list[str], dtypes: list[str
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_ring_and_gather_over_it_are_within_their_bounds(queues: Any, size: int) -> None:
+def test_ring_and_gather_over_it_are_within_their_bounds(size: int) -> None:
     found = rows(size, queues.Queues, CASES, ["float64", "float32"])
     assert {row["property"] for row in found} == {"ring", "gather", "reduction", "agreement"}
     assert [row for row in found if row["status"] == "fail"] == []
     assert sum(row["status"] == "pass" for row in found) > 30
 
 
-def test_a_rank_that_does_not_answer_is_named_and_the_group_carries_nothing_more(queues: Any) -> None:
+def test_a_rank_that_does_not_answer_is_named_and_the_group_carries_nothing_more() -> None:
     def program(comm: Any) -> str:
         if comm.rank == 1:
             return "absent"
@@ -171,9 +151,8 @@ def test_a_rank_that_does_not_answer_is_named_and_the_group_carries_nothing_more
 
 
 def test_the_page_s_file_runs_as_a_program_of_several_processes() -> None:
-    ended = subprocess.run(
-        [sys.executable, str(shown())], capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    command = [sys.executable, queues.__file__]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (value,) = re.findall(r"^loss (\S+) of the whole batch$", ended.stdout, re.M)
     exact, off = expected(drawn_on(3, 100, 32), 0.5)
@@ -184,7 +163,7 @@ def test_the_page_s_file_runs_as_a_program_of_several_processes() -> None:
 def test_the_page_names_every_member_of_a_communicator() -> None:
     from contrastile.comm.communicator import Communicator
 
-    text = COMMUNICATOR.read_text(encoding="utf-8")
     members = [name for name in vars(Communicator) if not name.startswith("_")]
-    assert [name for name in members if f"`{name}" not in text] == []
+    assert [name for name in members if f"`{name}" not in COMMUNICATOR] == []
+    assert "make_pages.py: file examples/queues.py -->" in COMMUNICATOR
     assert "gather_bytes" in members

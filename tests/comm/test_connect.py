@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,15 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from launching import PATIENCE, PROGRAMS
+from launching import PATIENCE
+from primitives import BY_THREADS, waits_in_any_order
 
 from contrastile.comm import torch_group
 from contrastile.comm.communicator import ExchangeError
 from contrastile.comm.connect import connect
 from contrastile.comm.inprocess import InProcess, InProcessGroup
-
-sys.path.append(str(PROGRAMS))
-from primitives import BY_THREADS, waits_in_any_order
 
 
 @pytest.fixture

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from pages import blocks, read
 
 import contrastile
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "tutorials" / "examples.md").read_text(encoding="utf-8")
+pytest.importorskip("transformers")
+import wordnet
+
+pytestmark = pytest.mark.slow
 COLOURS = ["red", "blue", "green", "black", "white", "brown", "grey", "pink", "gold", "violet", "azure", "beige"]
 THINGS = ["cat", "dog", "cup", "car", "hat", "key", "map", "pen", "box", "fan", "jar", "net"]
 PARTS = [*COLOURS, *THINGS]
-
-
-@pytest.fixture
-def wordnet(monkeypatch: pytest.MonkeyPatch) -> Any:
-    pytest.importorskip("transformers")
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    return importlib.import_module("wordnet")
 
 
 def tiny_dictionary(folder: Path) -> Path:
@@ -61,10 +54,7 @@ def tiny_minilm(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
-def test_it_learns(
-    wordnet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     given = {"wordnet": tiny_dictionary(tmp_path / "dictionary"), "model": tiny_minilm(tmp_path / "model")}
     given |= {"held-out": 20, "chunk": 800, "batch": 48, "lr": 3e-2, "samples": 2400, "device": "cpu"}
     words = [f"--{name}={value}" for name, value in given.items()]
@@ -86,10 +76,7 @@ def test_it_learns(
         wordnet.main()
 
 
-@pytest.mark.slow
-def test_lemmas_and_examples_lead_to_their_gloss_in_the_same_order_whatever_the_batch(
-    wordnet: Any, tmp_path: Path
-) -> None:
+def test_lemmas_and_examples_lead_to_their_gloss_in_the_same_order_whatever_the_batch(tmp_path: Path) -> None:
     folder = tiny_dictionary(tmp_path / "dictionary")
     tokenizer = wordnet.AutoTokenizer.from_pretrained(tiny_minilm(tmp_path / "model"))
     pairs, glosses = wordnet.read_pairs(folder)
@@ -111,16 +98,7 @@ def test_lemmas_and_examples_lead_to_their_gloss_in_the_same_order_whatever_the_
     assert not torch.equal(*halves)
 
 
-@pytest.mark.slow
-def test_recall_counts_ties_against_the_query(wordnet: Any) -> None:
-    key = torch.eye(12)
-    key[3] = key[2]
-    own = torch.tensor([0, 5, 2, 3])  # right; as far as all others; tied; tied
-    assert wordnet.recall(key[[0, 1, 2, 3]], key, own) == {"recall@1": 0.25, "recall@10": 0.75}
-
-
-@pytest.mark.slow
-def test_the_page_shows_the_step_of_the_example(wordnet: Any) -> None:
-    (step,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+def test_the_page_shows_the_step_of_the_example() -> None:
+    (step,) = blocks(read("docs/tutorials/examples.md"))
     source = [line for line in inspect.getsource(wordnet.step).splitlines() if '"""' not in line]
     assert step.splitlines() == source

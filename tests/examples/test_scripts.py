@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
-import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch
+from pages import ROOT, printed, read
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+pytestmark = pytest.mark.usefixtures("one_thread")
 NUMBER = r"(\d\.\d\d)"
-
-
-def printed(name: str) -> str:
-    """What an example prints."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    return said.getvalue()
-
-
-@pytest.fixture(autouse=True)
-def examples_that_import_each_other_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # clip.py runs as the tutorial: tests/test_tutorials.py
@@ -46,7 +23,7 @@ def examples_that_import_each_other_on_one_thread(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_after_is_better_than_before(name: str, gain: float) -> None:
-    said = printed(name)
+    said = printed(read(f"examples/{name}.py"))
     before, after = (
         [float(x) for x in re.findall(rf"^{when}:.*? {NUMBER}", said, re.M)] for when in ("before", "after")
     )
@@ -59,7 +36,7 @@ def test_siglip_learns_the_same_on_one_process_and_on_two() -> None:
     found = []
     for processes in (1, 2):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        done = subprocess.run([*command, EXAMPLES / "siglip.py"], capture_output=True, text=True, timeout=1200)
+        done = subprocess.run([*command, ROOT / "examples" / "siglip.py"], capture_output=True, text=True, timeout=1200)
         assert done.returncode == 0, done.stderr
         rows = re.findall(rf"^step +\d+: loss (\S+), recall@1 {NUMBER}, world size {processes}$", done.stdout, re.M)
         found.append([(float(loss), float(recall)) for loss, recall in rows])

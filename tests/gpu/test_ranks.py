@@ -8,15 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from launching import run
 
 from contrastile.backends.registry import available
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
-
-sys.path.append(str(Path(__file__).parents[1] / "comm"))
-from launching import run  # noqa: E402
 
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]

@@ -136,6 +136,34 @@ def test_the_recipe_trains_a_transformer(tmp_path: Path) -> None:
         assert all(x.grad.abs().max() > 0 for name, x in model.named_parameters() if "pooler" not in name)
 
 
+class Seen(nn.Linear):
+    """An encoder that notes the dtype of its products."""
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
+        x = super().forward(features["x"])
+        self.dtypes = [*getattr(self, "dtypes", ()), (x.dtype, torch.is_grad_enabled())]
+        return {"sentence_embedding": x}
+
+
+@pytest.mark.parametrize("around", ["forward", "both"])
+def test_both_passes_of_the_cached_loss_have_the_autocast_of_the_first(around: str) -> None:
+    from contrastile.integrations import sentence_transformers as ours
+
+    seen = Seen(DIMENSION, DIMENSION)
+    loss = ours.CachedMultipleNegativesRankingLoss(nn.Sequential(seen), mini_batch_size=3)
+    x = torch.randn(2, ROWS, DIMENSION, generator=torch.Generator().manual_seed(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        value = loss([{"x": each} for each in x], torch.empty(0))
+        if around == "both":
+            value.backward()
+    if around == "forward":
+        value.backward()
+    passes = [(torch.bfloat16, again) for again in (False, True) for _ in range(2 * -(-ROWS // 3))]
+    assert seen.dtypes == passes
+    assert seen.weight.grad is not None
+    assert seen.weight.grad.abs().min() > 0
+
+
 def test_what_it_cannot_compute_is_refused() -> None:
     from sentence_transformers import util
 

@@ -11,7 +11,7 @@ pytest.importorskip("cuda.bindings.nvrtc")
 
 from contrastile.backends.cupy import build
 from contrastile.backends.cupy.configs import kernel_family
-from contrastile.backends.cupy.instances import PLAIN, TARGET, instance, narrow_kernel, tile_kernel
+from contrastile.backends.cupy.instances import DROP_LIMITS, PLAIN, TARGET, instance, narrow_kernel, tile_kernel
 from contrastile.mutate.registry import Mutant, every
 
 FAMILY, HOPPER = (kernel_family("float16", capability) for capability in (80, 90))
@@ -19,7 +19,7 @@ KERNELS = {
     "epilogue_forward.cuh": tile_kernel("forward", FAMILY, "float16", TARGET, safe=True),
     "epilogue_gradient.cuh": tile_kernel("gradient", FAMILY, "float16", PLAIN),
     "epilogue_sigmoid.cuh": tile_kernel("sigmoid", FAMILY, "float16", PLAIN),
-    "pairs.cuh": tile_kernel("gradient", FAMILY, "float16", TARGET),
+    "pairs.cuh": tile_kernel("gradient", FAMILY, "float16", DROP_LIMITS),
     "pair_storage_sm90.cuh": tile_kernel("forward", HOPPER, "float16", TARGET, safe=False),
     "narrow_sm90.cuh": narrow_kernel("forward", HOPPER, "float16", TARGET),
     "narrow_gradient_sm90.cu": narrow_kernel("gradient", HOPPER, "float16", PLAIN),

@@ -140,27 +140,6 @@ def test_the_list_names_every_mutant(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.startswith("numpy:")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--mutant", "numpy:nope"], "mutant must be one that contrastile mutate --list names, got 'numpy:nope'"),
-        (["--component", "nope"], "component must be one that contrastile mutate --list names, got 'nope'"),
-        (["--jobs", "0"], "--jobs must be at least 1, got 0"),
-        (["--deadline", "0.5"], "--deadline must be at least 1, got 0.5"),
-        (["--json", "/nowhere/a.json"], "cannot write /nowhere/a.json: No such file or directory"),
-        (["--mutant", "numpy:tiles-overlap", "--component", "torch"], "nothing ran: no mutant is selected"),
-    ],
-)
-def test_what_cannot_be_run_says_so_in_one_line(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["mutate", *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"contrastile mutate: {said}")
-    assert err.count("\n") == 1
-
-
 def test_the_report_counts_what_is_counted() -> None:
     caught = verdict(HARMLESS, Done(1, [{"status": "pass", "dtype": "float32", "case": "hot"}], ""))
     missed = verdict(HARMLESS, Done(0, [], ""))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
 
 from contrastile.mutate.registry import COMPONENTS, PACKAGE, Mutant, PatchError, every, read
+from contrastile.verify.properties import PROPERTIES
 
 ALL = list(every())
 
@@ -59,3 +61,11 @@ def test_a_list_is_read_as_it_is_written(tmp_path: Path) -> None:
 def test_a_list_that_is_not_written_so_is_refused(old: str) -> None:
     with pytest.raises(PatchError, match="a patch must be written as in"):
         list(read("numpy", LIST.replace(old, "else" if old == "checks" else "")))
+
+
+def test_every_property_catches_a_defect_and_says_what_it_is() -> None:
+    record = json.loads((PACKAGE.parent / "docs" / "results" / "mutants.json").read_text(encoding="utf-8"))
+    caught = {each["property"] for each in record["mutants"]}
+    caught |= {word for each in ALL for word in each.checks}
+    assert set(PROPERTIES) <= caught
+    assert all(each.about.endswith(".") for each in PROPERTIES.values())

@@ -1,10 +1,11 @@
-"""The general loss against its definition, pair by pair."""
+"""The general loss and the sigmoid loss against their definitions, pair by pair."""
 
 from __future__ import annotations
 
+import mpmath
 import numpy as np
 import pytest
-from balls import agrees, general
+from balls import Ball, U, agrees, general, sigmoid
 from hypothesis import given, settings
 from oracle_problems import RAGGED, Problem, problems
 from second_opinions import by_autograd
@@ -18,18 +19,21 @@ from contrastile.oracle.general import (
     merge,
     row_lse,
 )
+from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigma, sigmoid_loss, softplus
 
-
-def by_the_oracle(p: Problem) -> list:
-    return [loss(*p.general()), *gradients(p.q, p.k, p.scale, gradient_of_logits(*p.general()))]
+B = 7.0
 
 
 @settings(max_examples=30)
 @given(p=problems(largest=5))
 def test_autograd_of_the_definition_agrees(p: Problem) -> None:
-    for ours, theirs, ball in zip(by_the_oracle(p), by_autograd(p), general(p).all, strict=True):
-        assert agrees(ours, ball)
-        assert agrees(theirs, ball)
+    softmax = loss(*p.general()), gradient_of_logits(*p.general()), by_autograd(p), general(p)
+    of_pairs = sigmoid_loss(p.x, p.P, B, p.A), gradient_of_sigmoid_logits(p.x, p.P, B, p.A)
+    for value, G, definition, balls in (softmax, (*of_pairs, by_autograd(p, B), sigmoid(p, B))):
+        found = value, *gradients(p.q, p.k, p.scale, G)
+        for ours, theirs, ball in zip(found, definition, balls.all, strict=True):
+            assert agrees(ours, ball)
+            assert agrees(theirs, ball)
 
 
 def test_one_direction_is_a_zero_column_weight() -> None:
@@ -118,3 +122,20 @@ def test_an_infinite_feature_ends_in_nan_without_a_warning() -> None:
 def test_float32_features_are_widened_first() -> None:
     q, k = RAGGED.q.astype(np.float32), RAGGED.k.astype(np.float32)
     np.testing.assert_array_equal(logits(q, k, 3.0), logits(q.astype(np.float64), k.astype(np.float64), 3.0))
+
+
+@pytest.mark.parametrize("t", [0.0, 1e-3, 40.0, -40.0, 800.0, -700.0])
+def test_far_tails_keep_their_digits(t: float) -> None:
+    with mpmath.workdps(400):
+        exact = mpmath.log(1 + mpmath.exp(t)), 1 / (1 + mpmath.exp(-t))
+        for ours, value in zip((softplus(np.array(t)), sigma(np.array(t))), exact, strict=True):
+            assert agrees(ours, Ball(float(value), 4 * U * float(value)))
+
+
+def test_nan_and_infinity_follow_ieee() -> None:
+    t = np.array([np.inf, -np.inf, np.nan])
+    np.testing.assert_array_equal(softplus(t), [np.inf, 0.0, np.nan])
+    np.testing.assert_array_equal(sigma(t), [1.0, 0.0, np.nan])
+    x, P = np.array([[np.nan, 1.0]]), np.array([[True, False]])
+    assert np.isnan(sigmoid_loss(x, P, 1.0, np.ones((1, 2), dtype=np.bool_)))
+    assert sigmoid_loss(x, P, 1.0, np.zeros((1, 2), dtype=np.bool_)) == 0.0

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from contrastile.backends.contract import Backend, Block
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.schedules.placement import Placement
 from contrastile.verify import cases
 from contrastile.verify.shards import Cut
+from contrastile.verify.wrapped import around
 
 
 @dataclass
@@ -56,6 +58,36 @@ class Counting:
             return Waited(found(*call), lambda: self.log.append(f"have {label}"))
 
         return counted
+
+
+def errors(n: int, *calls: Callable[[Any], Any]) -> list[list[str]]:
+    """What each rank's calls raised, one after the other; "" where nothing. No feature may have moved by then."""
+
+    def program(comm: InProcess) -> list[str]:
+        found = []
+        for call in calls:
+            guarded = Counting(comm)
+            try:
+                call(guarded)
+            except Exception as error:
+                assert not guarded.count
+                found.append(f"{type(error).__name__}: {error}")
+            else:
+                found.append("")
+        return found
+
+    return InProcessGroup[list[str]](n).run(program)
+
+
+def measured(backend: Backend) -> tuple[Backend, list[int]]:
+    """A backend that adds up the areas of the blocks of its forward and of its backward."""
+    areas = [0, 0]
+
+    def call(primitive: Any, block: Block, *rest: Any) -> Any:
+        areas[primitive is backend.gradients] += block.rows.shape[0] * block.columns.shape[0]
+        return primitive(block, *rest)
+
+    return around(backend, call, "lse", "gradients"), areas
 
 
 def cut(case: str, row_weights: Sequence[int], column_weights: Sequence[int], dtype: str = "float64") -> Cut:

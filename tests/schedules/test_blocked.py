@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from copy_races import late_copies
+from in_process_worlds import measured
 from torch import Tensor
 
 import contrastile
@@ -19,6 +20,7 @@ from contrastile.problems import BUILDERS
 from contrastile.schedules import local
 from contrastile.schedules.problem import Blocking, Problem
 from contrastile.verify.execution import every_gradient
+from contrastile.verify.wrapped import around
 
 TORCH, CPU = load("torch"), torch.device("cpu")
 LOSSES = (contrastile.clip_loss, contrastile.nt_xent, contrastile.sigmoid_loss)
@@ -52,16 +54,7 @@ def in_blocks(problem: Problem, block: int) -> Problem:
 
 
 def test_blocks_of_rows_against_themselves_compute_each_pair_once() -> None:
-    areas = [0, 0]
-
-    def counted(which: int, primitive: Any) -> Any:
-        def function(block: Any, *rest: Any) -> Any:
-            areas[which] += block.rows.shape[0] * block.columns.shape[0]
-            return primitive(block, *rest)
-
-        return function
-
-    backend = replace(TORCH, lse=counted(0, TORCH.lse), gradients=counted(1, TORCH.gradients), diagonal=None)
+    backend, areas = measured(TORCH)
     evaluated(in_blocks(made(contrastile.nt_xent, 75), 20), backend)
     # and what lies below the diagonal of each block of a block to itself
     assert areas == [150 * 150 / 2 + (7 * 20 * 20 + 10 * 10) / 2] * 2
@@ -133,12 +126,8 @@ def test_one_part_of_one_side(rows: int) -> None:
 def test_the_next_block_is_on_its_way_before_a_block_is_computed() -> None:
     problem = in_blocks(made(contrastile.clip_loss, 48), 16)
     with late_copies() as world:
-
-        def lse(*call: Any) -> Any:
-            world.log.append("compute")
-            return TORCH.lse(*call)
-
-        compute.problem_loss(problem, replace(TORCH, lse=lse, diagonal=None), Options())
+        backend = around(TORCH, lambda lse, *call: world.log.append("compute") or lse(*call))
+        compute.problem_loss(problem, backend, Options())
     at = [i for i, each in enumerate(world.log) if each == "compute"]
     loads = [world.log[:i].count("loads 16") for i in at]
     # rows with the first columns; then one block of columns ahead, and rows too where the next ones begin

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from in_process_worlds import Counting
+from in_process_worlds import errors
 
 import contrastile
 from contrastile.comm.communicator import MismatchError
@@ -19,25 +19,9 @@ rng = np.random.default_rng(3)
 IMAGE, TEXT = (rng.standard_normal((N, B, D)).astype(np.float32) for _ in range(2))
 
 
-def said(call: Callable[[int, Any], Any], n: int = N) -> list[str]:
-    """What each rank's call raised; nothing may have moved by then."""
-
-    def program(comm: InProcess) -> str:
-        guarded = Counting(comm)
-        try:
-            call(comm.rank, guarded)
-        except Exception as error:
-            assert not guarded.count
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
-
-    return InProcessGroup[str](n).run(program)
-
-
 def everybody(call: Callable[[int, Any], Any]) -> str:
     """The one thing that all ranks say."""
-    words = said(call)
-    assert len(words) == N
+    words = [text for (text,) in errors(N, lambda comm: call(comm.rank, comm))]
     assert len(set(words)) == 1, words
     return words[0]
 
@@ -138,4 +122,4 @@ def test_no_row_and_no_column_anywhere(backend: str) -> None:
 def test_local_is_for_a_world_of_one() -> None:
     words = everybody(lambda rank, comm: clip(rank, comm, exchange="local"))
     assert words.startswith("MismatchError: exchange='local' is for a world of one, got 3 ranks")
-    assert said(lambda rank, comm: clip(rank, comm, exchange="local"), n=1) == ["nothing"]
+    assert errors(1, lambda comm: clip(0, comm, exchange="local")) == [[""]]

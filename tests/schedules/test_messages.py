@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from in_process_worlds import Counting, cut, group, placement
+from in_process_worlds import Counting, cut, group, measured, placement
 
 from contrastile import compute
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Block, Options, Statistics, Weights
+from contrastile.backends.contract import Options
 from contrastile.backends.registry import load
 from contrastile.comm.inprocess import InProcess
 from contrastile.schedules import gather, local, ring, triangle
@@ -20,6 +19,7 @@ from contrastile.schedules.local import Wanted
 from contrastile.verify import cases
 from contrastile.verify.execution import materialise
 from contrastile.verify.shards import Cut
+from contrastile.verify.wrapped import around
 
 NUMPY = load("numpy")
 WANTED = local.Wanted(True, (True,), True)
@@ -32,16 +32,7 @@ def recorded(n: int, case: str = "ragged") -> tuple[list[list[str]], list[list[s
     def program(comm: InProcess) -> tuple[list[str], ...]:
         counting = Counting(comm)
         log = counting.log
-
-        def lse(*call: Any) -> Any:
-            log.append("compute")
-            return NUMPY.lse(*call)
-
-        def gradients(*call: Any) -> None:
-            log.append("compute")
-            NUMPY.gradients(*call)
-
-        backend = replace(NUMPY, lse=lse, gradients=gradients)
+        backend = around(NUMPY, lambda primitive, *call: log.append("compute") or primitive(*call))
         where = placement(counting, parts)  # type: ignore[arg-type]
         problem = materialise(parts.part(comm.rank, where), NUMPY, "float32")
         saved = ring.forward(problem, backend, Options())
@@ -138,17 +129,8 @@ def computed(n: int, exchange: str, case: str = "views") -> list[tuple[list[int]
     parts = Cut.of_itself(cases.build(case, "float64"), [1] * n)
 
     def program(comm: InProcess) -> tuple[list[int], Any]:
-        areas = [0, 0]
-
-        def lse(block: Block, columns: bool, options: Options) -> Statistics:
-            areas[0] += block.rows.shape[0] * block.columns.shape[0]
-            return NUMPY.lse(block, columns, options)
-
-        def gradients(block: Block, weights: Weights, *rest: Any) -> None:
-            areas[1] += block.rows.shape[0] * block.columns.shape[0]
-            NUMPY.gradients(block, weights, *rest)
-
-        backend, counting = replace(NUMPY, lse=lse, gradients=gradients), Counting(comm)
+        backend, areas = measured(NUMPY)
+        counting = Counting(comm)
         problem = materialise(parts.part(comm.rank, placement(counting, parts, exchange)), NUMPY, "float64")  # type: ignore[arg-type]
         _, state = compute.problem_loss(problem, backend, Options())
         compute.problem_gradients(problem, state, np.asarray(1.0), Wanted(True, ()), backend, Options())

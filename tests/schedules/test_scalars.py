@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from in_process_worlds import errors
 
 import contrastile
 from contrastile import validation
@@ -72,23 +72,6 @@ def test_scales_that_are_alike_change_no_bit(loss: str, exchange: str, monkeypat
         assert all(map(torch.equal, mine, theirs))
 
 
-def said(calls: list[Callable[[InProcess], Any]]) -> list[list[str]]:
-    """What each rank's calls raised, one after the other; "" where nothing."""
-
-    def program(comm: InProcess) -> list[str]:
-        found = []
-        for call in calls:
-            try:
-                call(comm)
-            except MismatchError as error:
-                found.append(str(error))
-            else:
-                found.append("")
-        return found
-
-    return InProcessGroup[list[str]](N).run(program)
-
-
 def wrong(comm: InProcess) -> None:
     step("sigmoid_loss", comm, "ring", 10.0, -1.0 - 2 * (comm.rank == 2))
 
@@ -99,13 +82,14 @@ def right(comm: InProcess) -> None:
 
 
 WORDS = (
-    "bias must be the same on every rank, got -1.0 on ranks 0, 1, -3.0 on rank 2 in call 1 (sigmoid_loss), whose "
-    "loss and gradients are NaN for that; start every rank from one bias, and average its gradient as DDP does"
+    "MismatchError: bias must be the same on every rank, got -1.0 on ranks 0, 1, -3.0 on rank 2 in call 1 "
+    "(sigmoid_loss), whose loss and gradients are NaN for that; start every rank from one bias, and average its "
+    "gradient as DDP does"
 )
 
 
 def test_the_next_call_names_the_numbers_once_and_the_group_stays_usable() -> None:
-    assert said([wrong, right, right]) == [["", WORDS, ""]] * N
+    assert errors(N, wrong, right, right) == [["", WORDS, ""]] * N
 
 
 def test_a_scale_that_is_nan_on_every_rank_is_no_mismatch() -> None:
@@ -125,7 +109,7 @@ def test_the_first_replicated_calls_compare_and_then_one_of_sixteen() -> None:
         made = comm.calls.label.serial
         step("clip_loss", comm, "replicate", 10.0 + (made >= 16) * comm.rank)
 
-    words = said([call] * 33)
+    words = errors(N, *[call] * 33)
     # calls 17 to 31 do not compare; the 32nd does, and the next one says so
     assert [bool(text) for text in words[0]] == [False] * 32 + [True]
     assert "in call 32 (clip_loss)" in words[0][-1]
@@ -137,9 +121,9 @@ def test_a_number_and_a_tensor_do_not_meet() -> None:
         image = torch.ones(B, D)
         contrastile.clip_loss(image, image, torch.tensor(10.0) if comm.rank else 10.0, group=comm)
 
-    (first,), *others = said([mixed])
+    (first,), *others = errors(N, mixed)
     assert first == (
-        'where scale and bias are must be the same on every rank, got ["a number"] on rank 0, ["cpu"] on ranks 1, 2; '
-        "make the same call on every rank"
+        'MismatchError: where scale and bias are must be the same on every rank, got ["a number"] on rank 0, ["cpu"] '
+        "on ranks 1, 2; make the same call on every rank"
     )
     assert others == [[first]] * (N - 1)

@@ -1,6 +1,5 @@
 """``contrastile verify``: selection, exit codes, errors in one line, and the command that reruns a failure."""
 
-import importlib.util
 import json
 import os
 import shlex
@@ -36,7 +35,6 @@ def broken(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     yield "broken_module:backend"
     sys.modules.pop("broken_module", None)
-    registry.load.cache_clear()
 
 
 def test_a_sound_backend_exits_0_and_json_holds_the_rows_of_every_case_of_a_name(tmp_path, capsys):
@@ -95,56 +93,6 @@ def test_quick_leaves_out_what_nobody_asked_for_and_says_so(capsys):
     assert "cases, float16, float64 (--quick)" in out
     assert main([*QUICK, "--quick", "--examples", "3"]) == 0
     assert "--quick" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--backend", "nope"], "backend must be one of numpy, torch"),
-        (["--backend", "no_such_module:backend"], "No module named 'no_such_module'"),
-        (["--backend", "contrastile.losses:clip_loss"], "must be a contrastile.backends.contract.Backend"),
-        (["--backend", "numpy", "--case", "nope"], "no case is called 'nope'; known are smoke, "),
-        (["--case", "certian"], "no case is called 'certian'; did you mean certain?"),
-        (["--backend", "numpy", "--case", "drawn:m=1"], "as a failure prints it"),
-        (["--backend", "numpy", "--property", "nope"], "no property is called 'nope'; known are value, "),
-        (["--backend", "numpy", "--examples", "0"], "--examples must be at least 1, got 0"),
-        (["--backend", "numpy", "--jobs", "0"], "--jobs must be at least 1, got 0"),
-        (["--backend", "numpy", "--seed", "-1"], "--seed must be at least 0, got -1"),
-        (["--backend", "numpy", "--dtype", "bfloat16", "--case", "smoke"], "nothing ran: takes float16"),
-        (["--backend", "numpy", "--case", "smoke", "--property", "drawn"], "nothing ran: no property has such a case"),
-        (["--property", "ring"], "known are value, "),
-        (["--world", "0"], "--world must be 1..8, mpi or torch, got '0'"),
-        (["--world", "9"], "--world must be 1..8, mpi or torch, got '9'"),
-        (["--world", "ring"], "--world must be 1..8, mpi or torch, got 'ring'"),
-        (["--world", "torch"], "--world torch runs under torchrun; run: torchrun --nproc-per-node 4 -m contrastile"),
-        (["--world", "2", "--property", "permutation"], "known are ring, gather,"),
-        (["--world", "2", "--case", "drawn"], "known are smoke,"),
-        (["--world", "2", "--case", "sharded:rows=1"], "as a failure prints it"),
-    ],
-)
-def test_what_cannot_run_exits_2_with_one_line(capsys, monkeypatch, words, message):
-    monkeypatch.delenv("RANK", raising=False)
-    assert main(["verify", *words]) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert err.startswith("contrastile verify: ")
-    assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("missing", "words", "extra"),
-    [
-        ("rich", ["--case", "drawn"], "verify"),
-        ("mpi4py", ["--world", "mpi"], "mpi"),
-    ],
-)
-def test_a_missing_package_exits_2_with_the_install_command(monkeypatch, capsys, missing, words, extra):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == missing else find(name, *a))
-    assert main(["verify", "--backend", "numpy", "--dtype", "float64", *words]) == 2
-    err = capsys.readouterr().err
-    assert missing in err
-    assert err.endswith(f"pip install 'contrastile[{extra}]'\n")
 
 
 WITHOUT_TORCH = """

@@ -7,7 +7,7 @@ import pytest
 
 from contrastile.backends.registry import load
 from contrastile.verify import cases
-from contrastile.verify.comparison import compare
+from contrastile.verify.comparison import compare, identical
 from contrastile.verify.execution import materialise
 from contrastile.verify.truth import Outcome
 
@@ -95,3 +95,8 @@ def test_a_backend_cannot_reach_the_problem():
     native.columns[0][...] = 0.0
     assert problem.rows.any()
     assert problem.columns[0].any()
+
+
+def test_what_is_missing_the_second_time_is_not_the_same():
+    assert identical(ONES, ONES).ratio == 0.0
+    assert "rows is missing" in str(identical(replace(ONES, rows=None), ONES))

@@ -90,12 +90,10 @@ def test_a_figure_is_xml_that_names_and_draws_every_line(changes: dict[str, floa
     assert min(drawn.count(look["color"][1:]) for _, look in plots.LINES.values()) > len(AXES)
 
 
-def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     words = ["verify", "--backend", "numpy", "--case", "one-row", "--property", "value", "--dtype", "float64"]
     assert main([*words, "--quiet", "--report", str(path)]) == 0
     text = path.read_text(encoding="utf-8")
     assert "contrastile verify --backend numpy --case one-row" in text
     assert "the property growth did not run" in text
-    assert main([*words, "--report", str(tmp_path / "no" / "report.html")]) == 2
-    assert "cannot write" in capsys.readouterr().err

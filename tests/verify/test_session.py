@@ -128,12 +128,6 @@ def test_torch_is_not_loaded_to_look_for_a_gpu_that_no_backend_would_use(folder:
     assert main(["verify", "--backend", "numpy", "--case", "one-row", "--property", "value", *QUICK]) == 0
 
 
-@pytest.mark.parametrize("given", ["0", "-1", "nan", "inf"])
-def test_a_deadline_is_a_number_of_seconds(given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "--backend", "numpy", "--case", "one-row", "--deadline", given, *QUICK]) == 2
-    assert "--deadline must be a number of seconds above 0" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_shows_what_was_found(folder: Path) -> None:
     words = ["--backend", "ill_module:stops", "--case", "smoke", "one-row", "--property", "value", *QUICK]

@@ -63,7 +63,7 @@ class Family:
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory; Hopper's own kernels are each alone on a multiprocessor, and take all."""
-        return _ALL_SHARED if self.stages is None else self.stages * 32768 + 9216
+        return _ALL_SHARED if self.stages is None else self.stages * 32768 + 10240
 
 
 HOPPER = Family("sm90", bm=128, bn=192, threads=384, cluster=2, maps=True)

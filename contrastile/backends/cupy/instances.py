@@ -10,8 +10,11 @@ from contrastile.backends.cupy.build import Instance
 from contrastile.backends.cupy.configs import Family, kernel_family
 from contrastile.backends.passes import own_references
 
-PLAIN, EXCLUSIONS, DROP, TARGET = MASKS = range(4)
-"""Which pairs may not count: none; excluded ones; equal ids too; all but equal ids."""
+PLAIN, LIMITS, EXCLUSIONS, DROP, DROP_LIMITS, TARGET = MASKS = range(6)
+"""Which pairs may not count: see ``pairs.cuh``."""
+
+LIMITED = LIMITS, DROP_LIMITS
+"""The masks that only the kernels of the log-sum-exps and of their gradients have, and not those of narrow features."""
 
 ELEMENTS = {"float16": "contrastile::float16", "bfloat16": "contrastile::bfloat16", "float32": "float"}
 """The C++ name of a dtype."""
@@ -101,7 +104,7 @@ def tile_kernels(capability: int) -> Iterator[Instance]:
         for precision in ARITHMETICS if dtype == "float32" else ("ieee",):
             for safe in (True,) if own_references(dtype) else (False, True):
                 yield tile_kernel("forward", family, dtype, mask, safe=safe, precision=precision)
-            for name in ("gradient", "sigmoid"):
+            for name in ("gradient",) if mask in LIMITED else ("gradient", "sigmoid"):
                 yield tile_kernel(name, family, dtype, mask, precision=precision)
 
 
@@ -115,7 +118,7 @@ def narrow_kernels(capability: int) -> Iterator[Instance]:
     """The kernels of the rows of narrow features, where there are such."""
     for dtype, mask in product(("float16", "bfloat16"), MASKS):
         family = kernel_family(dtype, capability)
-        if family.maps:
+        if family.maps and mask not in LIMITED:
             yield from (narrow_kernel(name, family, dtype, mask) for name in ("forward", "gradient"))
             yield instance(f"narrow_gradient_{family.name}", "narrow_join")
 

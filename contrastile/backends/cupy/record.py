@@ -106,5 +106,6 @@ backend = Backend(
     rows_alone=_rows_alone,
     replayable=True,
     footprint=_footprint,
+    limits=True,
     contract=2,
 )

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import cupy
+import numpy as np
 
-from contrastile.backends.contract import Block
+from contrastile.backends.contract import Block, Pairs
 from contrastile.backends.crossing import dtype_name
 from contrastile.backends.cupy.arguments import constant, struct
 from contrastile.backends.cupy.common import THREADS, contiguous
 from contrastile.backends.cupy.configs import NARROW_SIDE, Family, Shares, kernel_family, narrow, uses_hopper_kernels
 from contrastile.backends.cupy.instances import (
     DROP,
+    DROP_LIMITS,
     EXCLUSIONS,
+    LIMITED,
+    LIMITS,
     PLAIN,
     TARGET,
     instance,
@@ -52,7 +58,7 @@ class Tiles:
 
     Attributes:
         dtype: name of the features' dtype.
-        mask: PLAIN, EXCLUSIONS, DROP or TARGET: which masks a kernel needs.
+        mask: one of ``instances.MASKS``, which a kernel needs.
         exact: see ``passes.own_references``.
     """
 
@@ -61,9 +67,11 @@ class Tiles:
         self.rows, self.columns = aligned(block.rows), aligned(block.columns)
         self.dtype = dtype_name(self.rows.dtype)
         self.exact = own_references(self.dtype)
-        self.pairs = PairVectors.of(block.pairs, contiguous)
+        self.pairs = PairVectors.of(block.pairs if not block.pairs.limited else _limited(block), contiguous)
         without_ids = PLAIN if self.pairs.excluded is None else EXCLUSIONS
         self.mask = {"drop": DROP, "target": TARGET, None: without_ids}[self.pairs.match]
+        if block.pairs.limited:
+            self.mask = LIMITS if self.mask == PLAIN else DROP_LIMITS
         device = cupy.cuda.get_device_id()
         self.family: Family = kernel_family(self.dtype, capability(device), hopper=uses_hopper_kernels())
         self.multiprocessors = multiprocessors(device)
@@ -92,7 +100,7 @@ class Tiles:
     def _pairs(self) -> Any:
         vectors = self.pairs
         given = vectors.positives, vectors.excluded, vectors.row_ids, vectors.column_ids
-        return struct("PairVectors")(*map(pointer, given))
+        return struct("PairVectors")(*map(pointer, (*given, vectors.row_limits, vectors.column_limits)))
 
     def run(self, name: str, arguments: Any, g: Any | None = None, safe: bool | None = None) -> None:
         """Queue the kernel over the chunk that the arguments name.
@@ -120,7 +128,7 @@ class Tiles:
     @property
     def narrow(self) -> bool:
         """Whether the kernels of narrow features can take the block's rows alone."""
-        return narrow(self.rows.shape[1], self.family)
+        return narrow(self.rows.shape[1], self.family) and self.mask not in LIMITED
 
     def narrow_gradient(self, gradient: Any, out: Any, *, fresh: bool) -> None:
         """Queue the rows' gradient of a chunk that has all columns, made without a G in memory.
@@ -178,3 +186,28 @@ class Tiles:
         maps = (tensor_map(x, (_WIDE, _WIDE)) for x in (kept, features))
         kernel = weighted_kernel(self.family, across=across)
         launch(kernel, blocks, self.family.threads, *maps, given, shared=self.family.shared)
+
+
+def _limited(block: Block) -> Pairs:
+    """A block's pairs as the kernels of limits take them: both given, in base 2 and without the bias.
+
+    Exclusions go with ids there: without any, all are given different ones.
+    """
+    pairs, m, n = block.pairs, block.rows.shape[0], block.columns.shape[0]
+    row_ids, column_ids = pairs.row_ids, pairs.column_ids
+    if pairs.excluded is not None and (row_ids is None or column_ids is None):
+        # far apart: a glance at a tile then tells that none are equal
+        row_ids, column_ids = cupy.arange(2**30, 2**30 + m), cupy.arange(n)
+
+    def limits(given: Any, length: int) -> Any:
+        if given is None:
+            return cupy.full(length, cupy.inf, "float32")
+        return (given - (0.0 if block.bias is None else block.bias)) * np.float32(math.log2(math.e))
+
+    return replace(
+        pairs,
+        row_ids=row_ids,
+        column_ids=column_ids,
+        row_limits=limits(pairs.row_limits, m),
+        column_limits=limits(pairs.column_limits, n),
+    )

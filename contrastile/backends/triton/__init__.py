@@ -7,7 +7,7 @@ the device. Under Triton's interpreter (TRITON_INTERPRET=1) the same kernels run
 
 from __future__ import annotations
 
-from contrastile.backends.contract import PRECISIONS, Accuracy, Backend, Block, Options
+from contrastile.backends.contract import PRECISIONS, Accuracy, Backend, Options
 from contrastile.backends.passes import own_references, supports
 from contrastile.backends.triton.arrays import ARRAYS
 from contrastile.backends.triton.backward_pass import finished, gradients
@@ -40,13 +40,6 @@ def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:
     )
 
 
-def _supports(block: Block) -> str | None:
-    """Why the kernels cannot take a block, or None."""
-    if block.pairs.match == "target" and block.pairs.limited:
-        return "limits must be None where ids name the positives, got some"
-    return supports(block)
-
-
 backend = Backend(
     name="triton",
     arrays=ARRAYS,
@@ -57,7 +50,7 @@ backend = Backend(
     lse=lse,
     gradients=gradients,
     sigmoid=sigmoid_loss,
-    supports=_supports,
+    supports=supports,
     # without tensor cores the kernels would take twice cuBLAS's time
     precisions=frozenset(PRECISIONS if INTERPRETED else ("tf32", "split")),
     auto_precision="ieee" if INTERPRETED else "split",

@@ -31,7 +31,7 @@ class MPIRanks:
 
 
 class TorchRanks:
-    """``torchrun --nproc-per-node N program.py torch``; with the argument ``cuda`` over NCCL."""
+    """``torchrun --nproc-per-node N program.py torch``."""
 
     forgets = True
 
@@ -39,7 +39,7 @@ class TorchRanks:
         import torch.distributed as dist
 
         self.dist: Any = dist
-        dist.init_process_group("nccl" if "cuda" in sys.argv else "gloo")
+        dist.init_process_group("gloo")
         self.world: Any = dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 

@@ -10,7 +10,6 @@ from plain_losses import OBJECTIVES, clip
 from torch.nn import functional
 
 import contrastile
-from contrastile.reporting import CannotRunError
 from contrastile.verify.losses import Claims, Loss, check
 from contrastile.verify.losses.cases import BATCHES, build, concerns
 from contrastile.verify.losses.claims import KEYWORDS
@@ -243,16 +242,6 @@ def test_a_class_that_takes_its_rank_is_made_and_claims_ranks():
 def test_claims_that_nobody_can_make_are_refused(claims, says):
     with pytest.raises((TypeError, ValueError), match=says):
         Claims.of(claims)
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [("plain_losses", "module:attribute"), ("plain_losses:nothing", "cannot be imported"), ("nowhere:x", "No module")],
-)
-def test_a_loss_that_is_not_there_is_one_line(name, says):
-    with pytest.raises(CannotRunError, match=says) as raised:
-        Loss.of(name)
-    assert "\n" not in str(raised.value)
 
 
 def test_every_case_says_what_it_catches_and_is_drawn_the_same_way_twice():

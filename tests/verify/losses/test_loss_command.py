@@ -29,12 +29,8 @@ def nce(query, key, scale):
     value, gradients = one_way(query, key, scale)
     return value, *gradients
 
-def greedy(image, text, scale): ...
-
 for each in (right, wrong, nce):
     each.claims = {"library": "numpy"}
-greedy.claims = {"everything": True}
-number = 3
 """
 QUICK = ["--dtype", "float32", "float64", "--case", "ragged", "--property", "value", "gradients"]
 
@@ -72,26 +68,6 @@ def test_the_objective_says_what_is_computed(here):
     words = ["verify", "--loss", "my_kernels:nce", *QUICK, "--quiet"]
     assert main(words) == 1
     assert main([*words, "--objective", "info_nce"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--loss", "my_kernels:nothing"], "my_kernels:nothing"),
-        (["--loss", "my_kernels"], "must be named as module:attribute"),
-        (["--loss", "my_kernels:number"], "must be callable"),
-        (["--loss", "my_kernels:greedy"], "claims must name"),
-        (["--loss", "my_kernels:right", "--backend", "numpy"], "without --backend"),
-        (["--objective", "info_nce"], "must be given with --loss"),
-        (["--loss", "my_kernels:right", "--case", "drawn"], "no case is called 'drawn'; known are "),
-        (["--loss", "my_kernels:right", "--dtype", "float64"], "nothing ran: the loss does not claim float64 features"),
-    ],
-)
-def test_what_cannot_run_exits_2_with_one_line(here, capsys, words, says):
-    assert main(["verify", *words, "--quiet"]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("contrastile verify: ")
-    assert says in line
 
 
 def test_a_backend_of_the_current_directory_is_found_by_a_console_script(here):

@@ -36,6 +36,8 @@ struct PairVectors {
     const long long* excluded;    // (m,) column that the row never sees
     const long long* row_ids;     // (m,), given together with column_ids
     const long long* column_ids;  // (n,)
+    const float* row_limits;      // (m,) LIMITED alone: logits without the bias, times log2 e
+    const float* column_limits;   // (n,) likewise
 };
 
 // Partial results of one side of a chunk: (tiles, stride >= length) each. A sum of 2^(x - r) is against the plan's r on

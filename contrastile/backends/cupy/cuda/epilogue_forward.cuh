@@ -44,12 +44,12 @@ __device__ __forceinline__ int first_group(int lane) {
 
 // Sums of 2^(dot scale + shift): one exponential an element, for rows and columns.
 //
-// row: [strip][q]. column: shared, 8 GROUPS floats of this warp.
+// row: [strip][q]. column: shared, 8 GROUPS floats of this warp. limits: NoLimits or Limits.
 // Hazard: beside 96 STRIPS accumulators a list of all column sums spills. The first of its three halvings is fused with
 // the exponentials, so that it never holds more than GROUPS values.
-template <int STRIPS, int GROUPS>
+template <int STRIPS, int GROUPS, class L>
 __device__ __forceinline__ void shared_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, float shift, int lane,
-                                            float (&row)[STRIPS][2], float* column) {
+                                            float (&row)[STRIPS][2], float* column, const L& limits) {
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s) row[s][0] = row[s][1] = 0.0f;
     float list[GROUPS];
@@ -59,15 +59,19 @@ __device__ __forceinline__ void shared_sums(const float (&dot)[STRIPS][4 * GROUP
         float sum[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int at = 4 * (i / 2 + h * (GROUPS / 2)) + i % 2;
+            const int at = 4 * (i / 2 + h * (GROUPS / 2)) + i % 2, place = 8 * (i / 2 + h * (GROUPS / 2)) + i % 2;
             sum[h] = 0.0f;
 #pragma unroll
             for (int s = 0; s < STRIPS; ++s) {
-                const float top = exp2_fast(fmaf(dot[s][at], scale, shift));
-                const float low = exp2_fast(fmaf(dot[s][at + 2], scale, shift));
-                row[s][0] += top;
-                row[s][1] += low;
-                sum[h] += top + low;
+                float power[2];
+#pragma unroll
+                for (int q = 0; q < 2; ++q) {
+                    const float x = dot[s][at + 2 * q];
+                    power[q] = exp2_fast(fmaf(x, scale, shift));
+                    row[s][q] += limits.beyond_row(x, s, q) ? 0.0f : power[q];
+                    if (limits.beyond_column(x, place)) power[q] = 0.0f;
+                }
+                sum[h] += power[0] + power[1];
             }
         }
         list[i] = (upper ? sum[1] : sum[0]) + across(upper ? sum[0] : sum[1], 16);
@@ -139,42 +143,50 @@ __device__ __forceinline__ float larger(float a, float b, float scale) {
 // What is subtracted from the logits of a row or column whose largest has this dot.
 __device__ __forceinline__ float reference_of(float top, float scale) { return finite_or_zero(top * scale); }
 
-// The sum of 2^(x - reference) of one row of a strip, the reference being the row's own maximum; 0 for nothing.
-template <int GROUPS>
-__device__ __forceinline__ float own_row_sum(const float (&dot)[4 * GROUPS], int q, float scale, float& reference) {
+// The sum of 2^(x - reference) of row q of strip s, the reference being the row's own maximum; 0 for nothing.
+template <int GROUPS, class L>
+__device__ __forceinline__ float own_row_sum(const float (&dot)[4 * GROUPS], int s, int q, float scale, const L& limits,
+                                             float& reference) {
+    const auto counted = [&](int i) {
+        const float x = dot[4 * (i / 2) + 2 * q + i % 2];
+        return limits.beyond_row(x, s, q) ? nothing(scale) : x;
+    };
     float top = nothing(scale);
 #pragma unroll
-    for (int i = 0; i < 2 * GROUPS; ++i) top = larger(top, dot[4 * (i / 2) + 2 * q + i % 2], scale);
+    for (int i = 0; i < 2 * GROUPS; ++i) top = larger(top, counted(i), scale);
     top = larger(top, across(top, 1), scale);
     reference = reference_of(larger(top, across(top, 2), scale), scale);
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 2 * GROUPS; ++i) sum += exp2_fast(fmaf(dot[4 * (i / 2) + 2 * q + i % 2], scale, -reference));
+    for (int i = 0; i < 2 * GROUPS; ++i) sum += exp2_fast(fmaf(counted(i), scale, -reference));
     return row_total(sum);
 }
 
 // Rows and columns each against their own maximum: two exponentials an element. Outputs as guarded_sums.
-template <int STRIPS, int GROUPS>
+template <int STRIPS, int GROUPS, class L>
 __device__ __forceinline__ void own_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, int lane,
                                          float (&row)[STRIPS][2], float (&row_reference)[STRIPS][2], float* column,
-                                         float* reference) {
+                                         float* reference, const L& limits) {
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
-        for (int q = 0; q < 2; ++q) row[s][q] = own_row_sum<GROUPS>(dot[s], q, scale, row_reference[s][q]);
+        for (int q = 0; q < 2; ++q) row[s][q] = own_row_sum<GROUPS>(dot[s], s, q, scale, limits, row_reference[s][q]);
 #pragma unroll
     for (int i = 0; i < 2 * GROUPS; ++i) {
-        const int at = 4 * (i / 2) + i % 2;
+        const auto counted = [&](int s, int q) {
+            const float x = dot[s][4 * (i / 2) + 2 * q + i % 2];
+            return limits.beyond_column(x, 8 * (i / 2) + i % 2) ? nothing(scale) : x;
+        };
         float top = nothing(scale);
 #pragma unroll
-        for (int s = 0; s < STRIPS; ++s) top = larger(top, larger(dot[s][at], dot[s][at + 2], scale), scale);
+        for (int s = 0; s < STRIPS; ++s) top = larger(top, larger(counted(s, 0), counted(s, 1), scale), scale);
 #pragma unroll
         for (int bit = 16; bit > 2; bit /= 2) top = larger(top, across(top, bit), scale);
         top = reference_of(top, scale);
         float sum = 0.0f;
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
-            sum += exp2_fast(fmaf(dot[s][at], scale, -top)) + exp2_fast(fmaf(dot[s][at + 2], scale, -top));
+            sum += exp2_fast(fmaf(counted(s, 0), scale, -top)) + exp2_fast(fmaf(counted(s, 1), scale, -top));
 #pragma unroll
         for (int bit = 16; bit > 2; bit /= 2) sum += across(sum, bit);
         if (lane < 4) {
@@ -191,10 +203,10 @@ __device__ __forceinline__ void own_sums(const float (&dot)[STRIPS][4 * GROUPS],
 // Where the warp's logits spread over less than SPREAD, their maximum is a reference for all of them, and one
 // exponential an element is exact; else rows and columns each take their own maximum, two exponentials.
 // A NaN passes by the maxima and comes out of the sums.
-template <int STRIPS, int GROUPS>
+template <int STRIPS, int GROUPS, class L>
 __device__ __forceinline__ void guarded_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, int lane,
                                              float (&row)[STRIPS][2], float (&row_reference)[STRIPS][2], float* column,
-                                             float* reference) {
+                                             float* reference, const L& limits) {
     float high = -infinity(), low = infinity();
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s)
@@ -212,7 +224,7 @@ __device__ __forceinline__ void guarded_sums(const float (&dot)[STRIPS][4 * GROU
     // or it spills
     if (__all_sync(WHOLE_WARP, fabsf(scale) * (high - low) <= SPREAD)) {
         const float top = scale >= 0.0f ? high * scale : low * scale;
-        shared_sums<STRIPS, GROUPS>(dot, scale, -top, lane, row, column);
+        shared_sums<STRIPS, GROUPS>(dot, scale, -top, lane, row, column, limits);
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
@@ -220,7 +232,7 @@ __device__ __forceinline__ void guarded_sums(const float (&dot)[STRIPS][4 * GROU
         for (int i = lane; i < 8 * GROUPS; i += 32) reference[i] = top;
         return;
     }
-    own_sums<STRIPS, GROUPS>(dot, scale, lane, row, row_reference, column, reference);
+    own_sums<STRIPS, GROUPS>(dot, scale, lane, row, row_reference, column, reference, limits);
 }
 
 // A sum of 2^(x - reference).

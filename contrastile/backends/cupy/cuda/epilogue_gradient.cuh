@@ -36,16 +36,22 @@ __device__ __forceinline__ Side side_of(const GradientSide& side, long long i, i
     return {(exponent == SHARED ? side.folded : side.log)[i], side.weight[i], MASK == TARGET ? side.taken[i] : 0.0f};
 }
 
-// G of an admitted pair, the positive not yet subtracted. alpha and reference as in the plan.
+// G of an admitted pair, the positive not yet subtracted; a side beyond whose limit it is has no part in it. alpha and
+// reference as in the plan.
 template <int EXPONENT>
 __device__ __forceinline__ float attraction(float dot, float alpha, float reference, float row_first, float row_weight,
-                                            float column_first, float column_weight) {
-    if (EXPONENT == SHARED) return exp2_fast(fmaf(dot, alpha, -reference)) * (row_first + column_first);
+                                            float column_first, float column_weight, bool beyond_row = false,
+                                            bool beyond_column = false) {
+    if (beyond_row && beyond_column) return 0.0f;  // the exponential may be infinite
+    if (EXPONENT == SHARED)
+        return exp2_fast(fmaf(dot, alpha, -reference)) *
+               ((beyond_row ? 0.0f : row_first) + (beyond_column ? 0.0f : column_first));
     // selected, not multiplied by 0: a weight of 0 silences its side also where the logit is NaN
-    const float along_row = row_weight == 0.0f ? 0.0f : row_weight * exp2_fast(fmaf(dot, alpha, -row_first));
+    const bool no_row = beyond_row || row_weight == 0.0f, no_column = beyond_column || column_weight == 0.0f;
+    const float along_row = no_row ? 0.0f : row_weight * exp2_fast(fmaf(dot, alpha, -row_first));
     if (EXPONENT == ROWS) return along_row;
     const float along_column = column_weight * exp2_fast(fmaf(dot, alpha, -column_first));
-    return along_row + (column_weight == 0.0f ? 0.0f : along_column);
+    return along_row + (no_column ? 0.0f : along_column);
 }
 
 // One side's part of G of a positive by ids, element i of its vectors: w ((q - t) - q s) with q = 2^(x - P) and

@@ -168,7 +168,7 @@ __device__ __forceinline__ void leave_no_positives(const ForwardArguments& a, Ti
 // Whether the tile's named columns are in shared memory.
 template <int MASK>
 __device__ __forceinline__ bool named(const ForwardArguments& a, Tile at) {
-    return MASK != PLAIN || a.plan->off_diagonal != 0 || on_diagonal(a.chunk, at.row, at.column, SIDE, SIDE);
+    return MASK >= EXCLUSIONS || a.plan->off_diagonal != 0 || on_diagonal(a.chunk, at.row, at.column, SIDE, SIDE);
 }
 
 template <class P, int SAFE, int MASK, int STAGES>
@@ -184,22 +184,23 @@ __global__ void __launch_bounds__(BLOCK, 2) forward_sm80(const __grid_constant__
     for (int tile = blockIdx.x; tile < order.tiles(); tile += gridDim.x) {
         const Tile at = order.at(tile);
         // of plain pairs only where a row may have its positive; the stream's barriers part writers and readers
-        if (named<MASK>(a, at)) store_pairs<MASK>(storage.pairs, a.pairs, a.chunk, at);
+        if (LIMITED<MASK> || named<MASK>(a, at)) store_pairs<MASK>(storage.pairs, a.pairs, a.chunk, at);
         Accumulators dots;
         tile_of_dots<P>(stream, thread, dots);
-        const bool masked = MASK != PLAIN && touched<MASK>(storage.pairs);
+        const bool masked = MASK >= EXCLUSIONS && touched<MASK>(storage.pairs);
         if (MASK == TARGET && masked) add_positives<SAFE, MASK>(dots, storage, a, at, thread, alpha, shift);
         if (MASK == TARGET && !masked) leave_no_positives<SAFE>(a, at);
         if (masked || at.row + SIDE > a.chunk.height || at.column + SIDE > a.chunk.width)
             admit_tile<MASK>(dots, storage, a, at, thread, alpha);
         if (MASK != TARGET && named<MASK>(a, at) && holds_positives(storage, thread))
             hide_positives(dots, storage, thread, alpha);
+        const auto limits = limits_of<MASK>(storage.pairs, thread, a.plan->alpha);
         float row[STRIPS][2], reference[STRIPS][2];
         if (SAFE)
             guarded_sums<STRIPS, GROUPS>(dots, alpha, thread.lane, row, reference, storage.sums[thread.warp],
-                                         storage.others[thread.warp]);
+                                         storage.others[thread.warp], limits);
         else
-            shared_sums<STRIPS, GROUPS>(dots, alpha, shift, thread.lane, row, storage.sums[thread.warp]);
+            shared_sums<STRIPS, GROUPS>(dots, alpha, shift, thread.lane, row, storage.sums[thread.warp], limits);
         store_rows(storage.rows[0][thread.warp % 2], row, thread);
         if (SAFE) store_rows(storage.rows[1][thread.warp % 2], reference, thread);
         // the next writer has passed the stream's barriers, and so have all readers

@@ -36,23 +36,25 @@ struct ForwardEpilogue {
           warp(warp_),
           alpha(usable_scale(a.plan->alpha)),
           shift(SAFE ? 0.0f : -a.plan->reference) {
-        if (MASK != PLAIN) return;
+        if (MASK >= EXCLUSIONS) return;
         if (consumer_thread() == 0) storage.off_diagonal = a.plan->off_diagonal;
         consumer_sync(consumer);
     }
 
     __device__ __forceinline__ void prefetch(const Place& tile) {
-        if (named(tile)) storage.pairs.prefetch(arguments.pairs, arguments.chunk, tile, consumer_thread());
+        storage.pairs.prefetch(arguments.pairs, arguments.chunk, tile, consumer_thread(), named(tile));
     }
 
     __device__ __forceinline__ void process(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
         leave_negatives(acc, tile);
         const int lane = this->lane();
+        const auto limits = storage.pairs.limits(arguments.plan->alpha, warp, lane);
         float row[STRIPS][2], reference[STRIPS][2];
         if (SAFE)
-            guarded_sums<STRIPS, GROUPS>(acc, alpha, lane, row, reference, storage.sums[warp], storage.others[warp]);
+            guarded_sums<STRIPS, GROUPS>(acc, alpha, lane, row, reference, storage.sums[warp], storage.others[warp],
+                                         limits);
         else
-            shared_sums<STRIPS, GROUPS>(acc, alpha, shift, lane, row, storage.sums[warp]);
+            shared_sums<STRIPS, GROUPS>(acc, alpha, shift, lane, row, storage.sums[warp], limits);
         write_sums(row, reference, tile);
     }
 
@@ -78,7 +80,7 @@ struct ForwardEpilogue {
         } else {
             touched = named(tile) && storage.pairs.touched(arguments.pairs, chunk, tile, warp, lane);
         }
-        if (edge || (MASK != PLAIN && touched)) admit_tile(acc, tile, touched);
+        if (edge || (MASK >= EXCLUSIONS && touched)) admit_tile(acc, tile, touched);
         if (MASK != TARGET && touched) hide_positives(acc, tile, lane);
     }
 
@@ -103,7 +105,7 @@ struct ForwardEpilogue {
 
     // Whether the tile's pairs are in shared memory: plain pairs only where a row may have its positive.
     __device__ __forceinline__ bool named(const Place& tile) const {
-        return MASK != PLAIN || storage.off_diagonal != 0 || on_diagonal(arguments.chunk, tile.row, tile.column, BM, BN);
+        return MASK >= EXCLUSIONS || storage.off_diagonal != 0 || on_diagonal(arguments.chunk, tile.row, tile.column, BM, BN);
     }
 
     // Sums of the rows, and those of the columns that all warps have left in shared memory, to their places; SAFE with
@@ -140,7 +142,7 @@ struct ForwardEpilogue {
                 const int row = row_in_tile(warp, lane, s, q);
                 inside[s][q] = tile.row + row < chunk.height;
                 rows[s][q] = PairRow{-1, -1, 0};
-                if (MASK != PLAIN) rows[s][q] = storage.pairs.row(storage.pairs.named(arguments.pairs, chunk, tile, row), row, first);
+                if (MASK >= EXCLUSIONS) rows[s][q] = storage.pairs.row(storage.pairs.named(arguments.pairs, chunk, tile, row), row, first);
             }
         const long long* ids = storage.pairs.ids(first);
         if (MASK == TARGET && touched) add_positives(acc, rows, inside, ids, columns, tile);

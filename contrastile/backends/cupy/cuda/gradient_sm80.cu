@@ -44,6 +44,7 @@ __device__ __forceinline__ void strip_of_g(float (&value)[4 * GROUPS], int s, co
         rows[q] = pair_row<MASK>(storage.pairs, thread, s, q);
     }
     const int column = thread.column();
+    const auto limits = limits_of<MASK>(storage.pairs, thread, alpha);
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
         const float2 column_first = two(storage.column.first, column + 8 * g);
@@ -55,8 +56,9 @@ __device__ __forceinline__ void strip_of_g(float (&value)[4 * GROUPS], int s, co
             const int q = e >> 1, c = e & 1;
             const float dot = value[4 * g + e];
             float x = attraction<EXPONENT>(dot, alpha, reference, first[q], weight[q],
-                                           c ? column_first.y : column_first.x, c ? column_weight.y : column_weight.x);
-            if (MASK != PLAIN && masked) {
+                                           c ? column_first.y : column_first.x, c ? column_weight.y : column_weight.x,
+                                           limits.beyond_row(dot, s, q), limits.beyond_column(dot, 8 * g + c));
+            if (MASK >= EXCLUSIONS && masked) {
                 const Standing pair = standing<MASK>(rows[q], 8 * g + c, c ? id.y : id.x);
                 if (!pair.admitted) x = 0.0f;
                 if (MASK == TARGET && !CERTAIN && pair.positive) x -= taken[q] + (c ? column_taken.y : column_taken.x);
@@ -91,7 +93,7 @@ __device__ __forceinline__ void put_positives(float (&value)[4 * GROUPS], int s,
 template <int EXPONENT, int MASK, bool CERTAIN, class T>
 __device__ __forceinline__ void write_g(Accumulators& dots, const GradientStorage& storage, const GradientArguments& a,
                                         Tile at, const Thread& thread) {
-    const bool masked = MASK != PLAIN && touched<MASK>(storage.pairs);
+    const bool masked = MASK >= EXCLUSIONS && touched<MASK>(storage.pairs);
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s) {
         strip_of_g<EXPONENT, MASK, CERTAIN>(dots[s], s, storage, a, at, thread, a.plan->alpha, a.plan->reference,

@@ -130,6 +130,7 @@ struct GradientEpilogue {
         const int lane = consumer_thread() % 32, first = 2 * (lane & 3);
         const Writer writer(g, slabs, lane);
         // what is needed of the rows is held from the start where there are registers, else read anew for each slab
+        const auto limits = storage.pairs.limits(alpha, warp, lane);
         Rows held[STRIPS];
         if (!POSITIVES)
 #pragma unroll
@@ -144,8 +145,8 @@ struct GradientEpilogue {
                 unsigned packed[4];
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    pack_group<EXPONENT, POSITIVES, CERTAIN>(acc[s], rows, s, part * SLAB_GROUPS + 2 * two + h, first,
-                                                             tile, packed[2 * h], packed[2 * h + 1]);
+                    pack_group<EXPONENT, POSITIVES, CERTAIN>(acc[s], rows, limits, s, part * SLAB_GROUPS + 2 * two + h,
+                                                             first, tile, packed[2 * h], packed[2 * h + 1]);
                     // else the vectors of both groups are read ahead, and spill
                     if (POSITIVES) asm volatile("" ::: "memory");
                 }
@@ -174,9 +175,10 @@ struct GradientEpilogue {
     }
 
     // G of the four values of group g of strip s, rows q = 0 to `top` and q = 1 to `low`.
-    template <int EXPONENT, bool POSITIVES, bool CERTAIN>
-    __device__ __forceinline__ void pack_group(const float (&dot)[PRODUCT_VALUES], const Rows& rows, int s, int g,
-                                               int first, const Place& tile, unsigned& top, unsigned& low) const {
+    template <int EXPONENT, bool POSITIVES, bool CERTAIN, class L>
+    __device__ __forceinline__ void pack_group(const float (&dot)[PRODUCT_VALUES], const Rows& rows, const L& limits,
+                                               int s, int g, int first, const Place& tile, unsigned& top,
+                                               unsigned& low) const {
         const float2 none = make_float2(0.0f, 0.0f);
         const float2 column_first = EXPONENT == ROWS ? none : pair_at(storage.column.first, g, first);
         const float2 weight = EXPONENT == BOTH ? pair_at(storage.column.weight, g, first) : none;
@@ -186,10 +188,12 @@ struct GradientEpilogue {
         for (int e = 0; e < 4; ++e) {
             const int q = e >> 1, c = e & 1, column = 8 * g + c;
             value[e] = attraction<EXPONENT>(dot[4 * g + e], alpha, reference, rows.first[q], rows.weight[q],
-                                            c ? column_first.y : column_first.x, c ? weight.y : weight.x);
+                                            c ? column_first.y : column_first.x, c ? weight.y : weight.x,
+                                            limits.beyond_row(dot[4 * g + e], s, q),
+                                            limits.beyond_column(dot[4 * g + e], column));
             if (!POSITIVES) continue;
             const Standing pair = standing<MASK>(rows.pair[q], column, c ? id.y : id.x);
-            if (MASK != PLAIN && !pair.admitted) value[e] = 0.0f;
+            if (MASK >= EXCLUSIONS && !pair.admitted) value[e] = 0.0f;
             if (!pair.positive) continue;
             if constexpr (CERTAIN)
                 value[e] = certain_positive(dot[4 * g + e], s, q, first + column, tile);

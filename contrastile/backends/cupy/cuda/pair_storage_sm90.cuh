@@ -51,14 +51,20 @@ __device__ __forceinline__ uint2 range_of_ids(const unsigned (&ids)[COUNT]) {
 
 template <int MASK>
 struct alignas(16) PairStorage {
-    static constexpr bool IDS = MASK >= DROP, EXCLUDED = MASK != PLAIN, INDEXED = MASK != TARGET;
+    static constexpr bool IDS = MASK >= DROP, EXCLUDED = MASK >= EXCLUSIONS, INDEXED = MASK != TARGET;
     long long column_ids[IDS ? BN : 2];  // first: 16-byte aligned pairs are read from it
     long long row_ids[IDS ? BM : 2], excluded[EXCLUDED ? BM : 2], positives[INDEXED ? BM : 2];
+    float column_limits[LIMITED<MASK> ? BN : 4], row_limits[LIMITED<MASK> ? BM : 4];  // as column_ids
 
     __device__ __forceinline__ void prefetch(const PairVectors& pairs, const Chunk& chunk, const Place& tile,
-                                             int thread) {
+                                             int thread, bool named = true) {
         const long long row = chunk.row + tile.row;
         const int rows = chunk.height - tile.row, columns = chunk.width - tile.column;
+        if constexpr (LIMITED<MASK>) {
+            fetch_vector(row_limits, pairs.row_limits, row, rows, thread);
+            fetch_vector(column_limits, pairs.column_limits, chunk.column + tile.column, columns, thread);
+        }
+        if (!named) return;
         if constexpr (IDS) {
             fetch_vector<BM>(row_ids, pairs.row_ids, row, rows, thread);
             fetch_vector<BN>(column_ids, pairs.column_ids, chunk.column + tile.column, columns, thread);
@@ -132,6 +138,22 @@ struct alignas(16) PairStorage {
         PairRow found{named.x - first, named.y - first, 0};
         if constexpr (IDS) found.id = row_ids[row];
         return found;
+    }
+
+    // What limits the pairs of a thread; alpha: the plan's.
+    __device__ __forceinline__ auto limits(float alpha, int warp, int lane) const {
+        if constexpr (LIMITED<MASK>) {
+            Limits<STRIPS> found;
+            found.alpha = alpha;
+            found.columns = column_limits + 2 * (lane & 3);
+#pragma unroll
+            for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+                for (int q = 0; q < 2; ++q) found.rows[s][q] = row_limits[row_in_tile(warp, lane, s, q)];
+            return found;
+        } else {
+            return NoLimits{};
+        }
     }
 
     __device__ __forceinline__ const long long* ids(int first) const { return column_ids + (IDS ? first : 0); }

@@ -15,11 +15,16 @@
 namespace contrastile {
 
 enum Mask {
-    PLAIN = 0,      // every pair is admitted
-    EXCLUSIONS = 1, // some are excluded by index
-    DROP = 2,       // equal ids hide a pair that is not positive; exclusions by index where given
-    TARGET = 3      // equal ids make a pair positive; exclusions by index where given
+    PLAIN = 0,        // every pair is admitted
+    LIMITS = 1,       // and a side leaves out negatives beyond its limit
+    EXCLUSIONS = 2,   // some are excluded by index
+    DROP = 3,         // equal ids hide a pair that is not positive; exclusions by index where given
+    DROP_LIMITS = 4,  // and a side leaves out negatives beyond its limit
+    TARGET = 5        // equal ids make a pair positive; exclusions by index where given
 };
+
+template <int MASK>
+constexpr bool LIMITED = MASK == LIMITS || MASK == DROP_LIMITS;
 
 // What a thread knows of one of its rows. A column that is no 8 g + c means that there is none here.
 struct PairRow {
@@ -50,10 +55,10 @@ __device__ __forceinline__ int2 named_columns(const PairVectors& pairs, long lon
 // The standing of a row and of column 8 g + c.
 template <int MASK>
 __device__ __forceinline__ Standing standing(const PairRow& row, int column, long long column_id) {
-    const bool visible = MASK == PLAIN || row.excluded != column;
+    const bool visible = MASK < EXCLUSIONS || row.excluded != column;
     if (MASK == TARGET) return {visible && row.id == column_id, visible};
     const bool positive = row.positive == column;
-    if (MASK == DROP) return {positive, positive || (visible && row.id != column_id)};
+    if (MASK == DROP || MASK == DROP_LIMITS) return {positive, positive || (visible && row.id != column_id)};
     return {positive, visible};
 }
 
@@ -77,6 +82,24 @@ __device__ __forceinline__ float usable_scale(float scale) { return scale == 0.0
 // -inf, not 0: a zero pad wins the maximum when every logit is negative.
 __device__ __forceinline__ float nothing(float scale) { return scale < 0.0f ? infinity() : -infinity(); }
 
+// Whether a pair counts for its row and for its column, where both always do.
+struct NoLimits {
+    __device__ __forceinline__ bool beyond_row(float, int, int) const { return false; }
+    __device__ __forceinline__ bool beyond_column(float, int) const { return false; }
+};
+
+// The same where each has a limit. `columns` points at that of the thread's first column; `alpha` is the plan's, in the
+// forward and in the backward pass: they compare the same bits. False for NaN.
+template <int STRIPS>
+struct Limits {
+    float alpha;
+    float rows[STRIPS][2];
+    const float* columns;
+
+    __device__ __forceinline__ bool beyond_row(float dot, int s, int q) const { return dot * alpha > rows[s][q]; }
+    __device__ __forceinline__ bool beyond_column(float dot, int column) const { return dot * alpha > columns[column]; }
+};
+
 // Overwrites with `none` the dots of pairs that do not count: not admitted, their row not inside, their column (from the
 // thread's first) at or past `columns`. NEGATIVES: nor of equal ids, positive or not; what positives by index leave is
 // hide_positive's.
@@ -93,9 +116,9 @@ __device__ __forceinline__ void admit(float (&dot)[4 * GROUPS], const PairRow (&
             bool counts = (e < 2 ? inside0 : inside1) && column < columns;
             const long long column_id = e & 1 ? id.y : id.x;
             if (NEGATIVES)
-                counts = counts && (MASK == PLAIN || rows[e >> 1].excluded != column) &&
+                counts = counts && (MASK < EXCLUSIONS || rows[e >> 1].excluded != column) &&
                          (MASK < DROP || rows[e >> 1].id != column_id);
-            else if (MASK != PLAIN)
+            else if (MASK >= EXCLUSIONS)
                 counts = counts && standing<MASK>(rows[e >> 1], column, column_id).admitted;
             if (!counts) dot[4 * g + e] = none;
         }

@@ -7,7 +7,7 @@
 namespace contrastile {
 
 // Dynamic shared memory: the stages of the stream, and STORAGE_BYTES behind them for what an epilogue keeps.
-constexpr int STORAGE_BYTES = 9216;
+constexpr int STORAGE_BYTES = 10240;
 
 template <int STAGES>
 constexpr int SHARED_BYTES = STAGES * 2 * STEP_SIDE + STORAGE_BYTES;
@@ -15,6 +15,7 @@ constexpr int SHARED_BYTES = STAGES * 2 * STEP_SIDE + STORAGE_BYTES;
 // What the pairs of a tile are judged by; written before its products, read after them.
 struct alignas(16) PairStorage {
     long long row_ids[SIDE], column_ids[SIDE];
+    float row_limits[SIDE], column_limits[SIDE];
     int2 named[SIDE];
 };
 
@@ -27,8 +28,10 @@ __device__ __forceinline__ void store_pairs(PairStorage& storage, const PairVect
     if (at.row + line < chunk.height) {
         named = named_columns(pairs, row, chunk.column + at.column, min(SIDE, chunk.width - at.column));
         if (MASK >= DROP) storage.row_ids[line] = pairs.row_ids[row];
+        if (LIMITED<MASK>) storage.row_limits[line] = pairs.row_limits[row];
     }
     storage.named[line] = named;
+    if (LIMITED<MASK> && at.column + line < chunk.width) storage.column_limits[line] = pairs.column_limits[column];
     if (MASK >= DROP) storage.column_ids[line] = at.column + line < chunk.width ? pairs.column_ids[column] : 0;
 }
 
@@ -54,6 +57,23 @@ __device__ __forceinline__ PairRow pair_row(const PairStorage& storage, const Th
     const int row = thread.row(s, q);
     const int2 named = storage.named[row];
     return {named.x - thread.column(), named.y - thread.column(), MASK >= DROP ? storage.row_ids[row] : 0};
+}
+
+// What limits the pairs of a thread; alpha: the plan's.
+template <int MASK>
+__device__ __forceinline__ auto limits_of(const PairStorage& storage, const Thread& thread, float alpha) {
+    if constexpr (LIMITED<MASK>) {
+        Limits<STRIPS> found;
+        found.alpha = alpha;
+        found.columns = storage.column_limits + thread.column();
+#pragma unroll
+        for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+            for (int q = 0; q < 2; ++q) found.rows[s][q] = storage.row_limits[thread.row(s, q)];
+        return found;
+    } else {
+        return NoLimits{};
+    }
 }
 
 // Lane c of four gets word c of each: word j is then what lane j held.
