@@ -340,7 +340,7 @@ def as_json(setup: Setup, found: Capacity) -> dict[str, Any]:
 def report(setup: Setup, found: Capacity) -> str:
     """The answer in words and tables, 80 columns wide."""
     each = "" if setup.gpus == 1 else f", {setup.rows:,} on each of {setup.gpus} GPUs"
-    alone = "without --encoder-mib-per-sample this is the loss alone, and encoders take most of the memory"
+    alone = "the loss alone: with --encoder-mib-per-sample, the encoders are planned too"
     lines = [
         *([] if setup.encoder_mib_per_sample else [colored(alone, "yellow"), ""]),
         f"{setup.batch:,} pairs of {setup.dim} {setup.dtype}{each}, {PLANNED:.0%} of {setup.memory_gib:,.1f} GiB",

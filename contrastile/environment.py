@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ def environment() -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": _processor(),
         "cores": _cores(),
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -40,7 +43,6 @@ def measurement_environment(device: str = "cpu") -> dict[str, Any]:
     facts: dict[str, Any] = {
         **environment(),
         "numpy_blas": _numpy_blas(),
-        **provenance(),
         "device": device,
     }
     try:
@@ -58,11 +60,6 @@ def measurement_environment(device: str = "cpu") -> dict[str, Any]:
     if device == "cuda" and torch.cuda.is_available():
         facts["device"] = torch.cuda.get_device_name()
     return facts
-
-
-def provenance() -> dict[str, str | None]:
-    """The package's commit, and the time now."""
-    return {"commit": _commit(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
 def torch_sees_a_gpu() -> bool:
@@ -127,6 +124,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@cache
 def _commit() -> str | None:
     """The git commit that this package's files are checked out from, or None."""
     folder = Path(__file__).resolve().parents[1]

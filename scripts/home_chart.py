@@ -15,11 +15,9 @@ LINES = {
     "open_clip formula": ("#5b6470", "#a3acb8", "v"),
     "open_clip formula, compiled": ("#1b1f24", "#e6e8eb", "^"),
     "chunked PyTorch, compiled": ("#15803d", "#86efac", "P"),
+    "liger-kernel x2": ("#a21caf", "#f0abfc", "D"),
 }
-"""Always on the chart: the line's colour on light and on dark paper, and its marker."""
-KERNELS = ("liger-kernel", "quack-kernels", "cut-cross-entropy", "inf_cl")
-"""How the names of public kernels begin; the chart shows the fastest."""
-_OTHER = ("#a21caf", "#f0abfc", "D")
+"""Ours, what PyTorch does, and the fastest public kernel: the colours on light and on dark paper, and the marker."""
 
 
 def chart(data: Data, *, phone: bool = False) -> str:
@@ -38,12 +36,12 @@ def chart(data: Data, *, phone: bool = False) -> str:
         look: dict[str, Any] = {"ncols": 2, "fontsize": 9.5} if phone else {"ncols": 3}
         look |= {"frameon": False, "title": title, "title_fontsize": 11, "loc": "outside lower center"}
         figure.legend(*time.get_legend_handles_labels(), **look)
-        return plots.svg(figure, plots.ON_DARK | {light: dark for light, dark, _ in (*LINES.values(), _OTHER)})
+        return plots.svg(figure, plots.ON_DARK | {light: dark for light, dark, _ in LINES.values()})
 
 
 def _draw(time: Any, memory: Any, lines: dict[str, list[Row]]) -> None:
     for name, rows in lines.items():
-        color, _, marker = LINES.get(name, _OTHER)
+        color, _, marker = LINES[name]
         look: dict[str, Any] = {"color": color, "marker": marker, "label": name}
         look |= {"linewidth": 2.8, "zorder": 3} if name in OURS else {"linewidth": 1.5, "linestyle": "--"}
         time.plot([row["b"] for row in rows], [median(row) for row in rows], **look)
@@ -62,10 +60,7 @@ def _draw(time: Any, memory: Any, lines: dict[str, list[Row]]) -> None:
 
 
 def _chosen(data: Data) -> dict[str, list[Row]]:
-    """The chart's lines, by batch: ours, what PyTorch does, the fastest public kernel."""
+    """The chart's lines, by batch."""
     rows = sorted(measured(data, "peers", what="both", graph=False, d=512, scale=100.0), key=lambda row: int(row["b"]))
-    # the largest batch counts first, then the time there
-    largest = {row["name"]: (-row["b"], median(row)) for row in rows if row["name"].startswith(KERNELS)}
-    best = sorted(largest, key=lambda name: largest[name])[:1]
-    found = {name: [row for row in rows if row["name"] == name] for name in (*LINES, *best)}
+    found = {name: [row for row in rows if row["name"] == name] for name in LINES}
     return {name: own for name, own in found.items() if own}

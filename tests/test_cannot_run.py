@@ -56,6 +56,7 @@ SAID = {
         ("--backend nobody", "'nobody'"),
         ("--device cuda", "contrastile doctor"),
         ("--batch 64 0", "--batch must be at least 1, got 0"),
+        ("--plot x.bmp", "--plot must end in .png, .pdf, .svg, got 'x.bmp'"),
         ("--repeat -1", "--repeat must be at least 1, got -1"),
     ],
     "plan": [

@@ -193,6 +193,7 @@ def test_the_first_way_that_fits_is_taken(capsys: pytest.CaptureFixture[str], tm
     # embeddings alone are 2 GiB
     code, said = asked(capsys, "--batch", "1048576", "--dim", "512", "--memory-gib", "2")
     assert (code, said.splitlines()[-1]) == (0, "take cached_step(chunk=1048576, offload=True)")
+    assert said.startswith("the loss alone: with --encoder-mib-per-sample,")
     code, said = asked(capsys, *given, "--memory-gib", "0.1")
     assert (code, said.splitlines()[-1][:13]) == (1, "nothing fits:")
 

@@ -104,8 +104,9 @@ def main(args: argparse.Namespace) -> int:
         except OSError as error:
             raise CannotRunError(f"cannot write {args.plot}: {error.strerror}") from error
     if found.interrupted:
-        done = sum(bool(row.seconds) for row in found.rows.values())
-        raise StoppedError(f"interrupted after {done} of {sweep.measurements(chosen)} measurements")
+        measured = sum(bool(row.seconds) for row in found.rows.values())
+        sizes = len(chosen.batches) * len(chosen.widths) * len(chosen.variants)
+        raise StoppedError(f"interrupted after {measured} of {(len(chosen.backends) + 1) * sizes} measurements")
     if any(each.ratio is not None and not each.agrees for each in found.agreements):
         return 1
     return 0 if any(row.seconds for row in found.rows.values()) else 2

@@ -215,11 +215,6 @@ def steps(settings: SweepSettings) -> int:
     return flops * (len(settings.backends) + 1) * (settings.repeat + 1)
 
 
-def measurements(settings: SweepSettings) -> int:
-    """All implementations on all workloads."""
-    return (len(settings.backends) + 1) * len(settings.batches) * len(settings.widths) * len(settings.variants)
-
-
 def _named(name: str) -> Implementation:
     try:
         return named(name)

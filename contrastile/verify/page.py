@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from html import escape
 
-from contrastile.environment import environment, provenance
+from contrastile.environment import environment
 from contrastile.verify import growth, plots, report
 from contrastile.verify.runner import Failure, Row
 
@@ -59,12 +59,11 @@ def page(
         report.show(rows, failures, quiet=False, seconds=seconds, left_out=left_out)
     # FORCE_COLOR colours a table wherever it goes
     text = re.sub(r"\x1b\[[\d;]*m", "", shown.getvalue())
-    word, facts = report.verdict(rows), {"seed": seed, **provenance(), **environment()}
+    word, facts = report.verdict(rows), {"seed": seed, **environment()}
     body = [
         f'<h1 class="{word}">contrastile verify: {word.upper()}</h1>\n',
         f"<p>{facts['date']}, contrastile {facts['contrastile']}, commit {facts['commit']}, seed {seed}</p>\n",
         f"<pre>$ {escape(shlex.join(command))}\n\n{escape(text)}</pre>\n",
-        *([_section("Failures by cause", _causes(failures))] if failures else []),
         _section("Error over bound", _heat(rows)),
         _section("Error against d, b and scale", _plots(rows)),
         _section("Environment", f"<pre>{escape(json.dumps(facts, indent=1))}</pre>"),
@@ -80,19 +79,6 @@ def page(
 
 def _section(title: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{content}</section>\n"
-
-
-def _causes(failures: Sequence[Failure]) -> str:
-    """The failures that are likely to have one cause, each group behind its first."""
-    parts = []
-    for group in report.causes(failures):
-        row = group[0].row
-        first = f"{row['backend']} {row['property']} {row['case']} {row['dtype']}: {row['reason']}"
-        commands = "\n".join(each.command for each in group)
-        parts.append(
-            f"<details><summary>{escape(first)} ({len(group)} in all)</summary><pre>{escape(commands)}</pre></details>"
-        )
-    return "".join(parts)
 
 
 def _heat(rows: Sequence[Row]) -> str:

@@ -1,6 +1,7 @@
 """``contrastile bench`` from its options to its table, record, picture and exit code."""
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from contrastile import cli
-from contrastile.bench import command, sweep
+from contrastile.bench import command, report, sweep
 from contrastile.bench.agreement import FEW_ROWS, check
 from contrastile.bench.command import add_arguments
 from contrastile.bench.sweep import Measurement, Sweep, SweepSettings
@@ -94,7 +95,8 @@ def test_the_command_writes_table_json_and_picture(tmp_path: Path, capsys: pytes
     assert "aligned, b = 64, d = 16" in out
     assert "of matmul" not in out
     # time alone, every column
-    assert bench(*TINY, "--wide", "--plot", str(picture)) == 0
+    assert bench(*TINY, "--wide", "--plot", str(picture.with_suffix(".pdf"))) == 0
+    assert picture.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
     assert "of matmul" in capsys.readouterr().out
 
 
@@ -140,6 +142,18 @@ def test_no_speed_of_what_disagrees_or_raises(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(wrong, raising)
     assert [row.reason for row in swept().rows.values()] == ["raised RuntimeError: two lines", None]
+
+
+@pytest.mark.parametrize(("times", "rounds"), [((1.0, 1.0), 3), ((1.0, 2.0), 12)])
+def test_rounds_are_repeated_until_the_times_are_steady(
+    times: tuple[float, float], rounds: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = itertools.count()
+    monkeypatch.setattr(sweep, "seconds", lambda call, device: times[next(turns) // 7 % 2])
+    record = swept(repeat=3, most=12).record()
+    assert {len(row["seconds"]["samples"]) for row in record["rows"]} == {rounds}
+    report.show(record)
+    assert ("this machine is busy" in capsys.readouterr().out) == (rounds > 3)
 
 
 @pytest.mark.parametrize("calls", [0, 20, 40])
