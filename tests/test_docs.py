@@ -105,11 +105,9 @@ def test_the_commands_of_a_page_run_in_order_in_an_empty_folder(page: Path, tmp_
     named_files = r'^```(?: \{\.python title="(\w+\.py)"\}|python)\n((?:"""(\w+\.py)""")?.*?)^```'
     for title, source, name in re.findall(named_files, pages, re.M | re.S):
         (tmp_path / (title or name or "other.py")).write_text(source, encoding="utf-8")
+    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     # as a reader's, whose CPU runs no kernels in Triton's interpreter
-    environment = os.environ | {
-        "TRITON_INTERPRET": "0",
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-    }
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PATH": paths}
     for command, output in commands(page):
         shorter = next((more for part, more in SHORTER.items() if part in command), "")
         words = f"{re.sub('my.module:', 'contrastile.backends.numpy:', command)} {shorter}"
