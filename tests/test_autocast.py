@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from test_autograd import LOSSES, Loss, clip, features, gradients, number, sigmoid
+from test_autograd import LOSSES, Loss, clip, features, gradients, number, sigmoid, stepped
 from torch import Tensor
 
 import contrastile
 from contrastile.comm.inprocess import InProcess, InProcessGroup
-
-Step = tuple[Tensor, list[Tensor]]
 
 
 def leaf(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return features(rows, seed=seed, dtype=dtype).detach().requires_grad_()
 
 
-def step(loss: Loss, inputs: list[Tensor], scale: Tensor) -> Step:
-    """The value, and the gradients of the inputs and the scale."""
-    value = loss(*inputs, scale, "torch")
-    return value, gradients(value, *inputs, scale)
-
-
-def same(found: Step, expected: Step) -> None:
-    """Value and scale's gradient bit by bit; features' gradients are the expected ones in the features' own dtype."""
-    assert torch.equal(found[0], expected[0])
-    for a, b in zip(found[1], expected[1], strict=True):
-        assert torch.equal(a, b.to(a.dtype))
+def same(found: list[Tensor], expected: list[Tensor]) -> None:
+    """The value bit by bit, in its dtype; gradients are the expected ones in the features' own dtype."""
+    assert found[0].dtype == expected[0].dtype
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -43,12 +35,7 @@ def test_dtypes_that_differ_meet_in_autocast_s(loss: Loss) -> None:
     narrow = [x.detach().bfloat16().requires_grad_() for x in (image, text)]
     found = gradients(value, image, text, scale)
     assert [x.dtype for x in found] == [torch.float32, torch.bfloat16, torch.float32]
-    same((value, found), step(loss, narrow, scale))
-
-
-def plain(loss: Loss, *inputs: Tensor) -> Tensor:
-    with torch.autocast("cpu", enabled=False):
-        return loss(*inputs, "torch")
+    same([value, *found], stepped(loss, *narrow, scale, "torch"))
 
 
 def test_autocast_of_another_kind_of_device_says_nothing_about_these(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,17 +57,16 @@ def test_one_graph_holds_the_cast_and_no_grad_gives_the_same_value(loss: Loss) -
     torch.compiler.reset()
     around = torch.compile(lambda *x: loss(*x, "torch"), fullgraph=True, backend="aot_eager")
     within = torch.compile(inside, fullgraph=True, backend="aot_eager")
-    expected = inside(*inputs, scale)
+    expected = stepped(inside, *inputs, scale)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         outer = around(*inputs, scale)
-    values = [within(*inputs, scale), outer]
-    for value in values:
-        same((value, gradients(value, *inputs, scale)), (expected, gradients(inside(*inputs, scale), *inputs, scale)))
+    for value in (within(*inputs, scale), outer):
+        same([value, *gradients(value, *inputs, scale)], expected)
     # the same compiled function, asked without autocast, casts nothing
-    assert torch.equal(around(*inputs, scale), plain(loss, *inputs, scale))
+    assert torch.equal(around(*inputs, scale), loss(*inputs, scale, "torch"))
     with torch.no_grad():
         silent = inside(*inputs, scale)
-    assert torch.equal(silent, expected)
+    assert torch.equal(silent, expected[0])
     assert not silent.requires_grad
 
 
@@ -90,20 +76,14 @@ def test_ranks_agree_on_the_dtype_that_autocast_gives_them(loss: Any, exchange: 
     names = {clip: contrastile.clip_loss, sigmoid: contrastile.sigmoid_loss}
     dtypes = [torch.float32, torch.bfloat16]
 
-    def program(comm: InProcess) -> tuple[Tensor, Tensor]:
-        own = [leaf(4, seed, dtypes[comm.rank]) for seed in (comm.rank, comm.rank + 5)]
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+    def program(comm: InProcess, autocast: bool) -> list[Tensor]:
+        kind = dtypes[comm.rank] if autocast else torch.bfloat16
+        own = [leaf(4, seed).detach().to(kind).requires_grad_() for seed in (comm.rank, comm.rank + 5)]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             value = names[loss](*own, 20.0, group=comm, exchange=exchange)
-        return value.detach(), gradients(value, own[0])[0]
+        return [value.detach(), *gradients(value, *own)]
 
-    def narrow(comm: InProcess) -> tuple[Tensor, Tensor]:
-        own = [leaf(4, seed).detach().bfloat16().requires_grad_() for seed in (comm.rank, comm.rank + 5)]
-        value = names[loss](*own, 20.0, group=comm, exchange=exchange)
-        return value.detach(), gradients(value, own[0])[0]
-
-    for rank, (found, expected) in enumerate(
-        zip(InProcessGroup[Any](2).run(program), InProcessGroup[Any](2).run(narrow), strict=True)
-    ):
-        assert torch.equal(found[0], expected[0])
-        assert found[1].dtype == dtypes[rank]
-        assert torch.equal(found[1], expected[1].to(dtypes[rank]))
+    found, narrow = (InProcessGroup[Any](2).run(partial(program, autocast=x)) for x in (True, False))
+    for each, expected, dtype in zip(found, narrow, dtypes, strict=True):
+        assert [x.dtype for x in each[1:]] == [dtype] * 2
+        same(each, expected)

@@ -93,7 +93,7 @@ def layer(module: str) -> int:
     return max(homes)[1]
 
 
-def imports(path: Path, *, top_level_only: bool = False, for_types: bool = False) -> set[str]:
+def imports(path: Path, *, for_types: bool = False) -> set[str]:
     """Every module that a file imports; imports for type checkers alone do not run, and count only ``for_types``."""
     found: set[str] = set()
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -104,7 +104,7 @@ def imports(path: Path, *, top_level_only: bool = False, for_types: bool = False
         for statement in node.body
         for child in ast.walk(statement)
     }
-    for node in tree.body if top_level_only else ast.walk(tree):
+    for node in ast.walk(tree):
         if id(node) in typing_only and not for_types:
             continue
         if isinstance(node, ast.Import):

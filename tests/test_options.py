@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -73,22 +73,14 @@ def test_a_backend_that_knows_no_limits_is_given_none() -> None:
 
 def test_few_signatures_are_held_and_threads_may_ask_at_once() -> None:
     towers = [torch.randn(11, 7, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    expected = [contrastile.clip_loss(*(x[: 1 + i % 11] for x in towers), 1.0 + i) for i in range(3 * MOST)]
-    found: list[list[Tensor]] = []
 
-    def ask() -> None:
-        found.append(
-            [
-                contrastile.clip_loss(*(x[: 1 + i % 11] for x in towers), 1.0 + i, workspace=1 + i % 7)
-                for i in range(3 * MOST)
-            ]
-        )
+    def ask(workspaces: int) -> list[Tensor]:
+        return [
+            contrastile.clip_loss(*(x[: 1 + i % 11] for x in towers), 1.0 + i, workspace=1 + i % workspaces)
+            for i in range(3 * MOST)
+        ]
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == len(threads)
-    assert all(all(map(torch.equal, each, expected)) for each in found)
+    expected = ask(1)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(all(map(torch.equal, each, expected)) for each in pool.map(ask, [7] * 4))
     assert len(CALLS.prepared) <= MOST

@@ -23,7 +23,7 @@ from contrastile.backends.contract import Array
 from contrastile.comm.communicator import Parts, Pending
 from contrastile.comm.driver import DriverError, Event, Gpu, relaxed_capture
 from contrastile.comm.point_to_point import Channel, PointToPoint
-from contrastile.comm.watchdog import InFlight, Queued, Watchdog
+from contrastile.comm.watchdog import InFlight, Watchdog
 
 _NAME = "libnccl.so.2"
 _BYTES = 1
@@ -191,15 +191,26 @@ class NCCLChannel:
             gpu.follow(self.stream, ready)
             self.nccl.exchange(self.communicator, self.stream, outgoing, incoming, gpu.address)
             ends.append(gpu.record(self.stream))
-
-        def join() -> None:
-            with gpu.active:
-                gpu.follow(gpu.current(like), ends[0])
-
-        return Queued(join, message)
+        return _Queued(gpu, like, ends[0], message)
 
     def close(self) -> None:
         self.watchdog.close()
         if not self._captured:
             # NCCL would wait until the graphs with this communicator's messages are deleted
             self.nccl.abort(self.communicator)
+
+
+@dataclass(slots=True, eq=False)
+class _Queued:
+    """A message that has ended where the transfers' stream reaches ``end``; ``like`` is one of its arrays."""
+
+    gpu: Gpu
+    like: Array
+    end: Event
+    in_flight: InFlight
+
+    def wait(self) -> None:
+        with self.gpu.active:
+            self.gpu.follow(self.gpu.current(self.like), self.end)
+        # from here on the order of the stream keeps the arrays' memory from being used too early
+        self.in_flight.held = None

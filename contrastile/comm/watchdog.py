@@ -267,22 +267,3 @@ def _end(reason: str) -> None:
     sys.stderr.write(f"contrastile: {reason}; the process ends, for its results would be garbage\n")
     sys.stderr.flush()
     os._exit(1)
-
-
-@dataclass(slots=True, eq=False)
-class Queued:
-    """A message queued on the device.
-
-    Attributes:
-        join: makes the current stream wait for it.
-        in_flight: the message; the wait releases what it holds.
-    """
-
-    join: Callable[[], None]
-    in_flight: InFlight
-
-    def wait(self) -> None:
-        """Queue the wait."""
-        self.join()
-        # from here on the order of the stream keeps the arrays' memory from being used too early
-        self.in_flight.held = None

@@ -122,15 +122,8 @@ def cached_step(
 class Cached:
     """A loss of a batch in chunks, for loops that call ``loss.backward()``: its backward pass encodes again.
 
-    What multiplies the loss (a ``GradScaler``, accumulation, a trainer) multiplies the gradients.
-
-    Args:
-        loss: see ``cached_step``.
-        encode: see ``cached_step``.
-        chunk: see ``cached_step``.
-        split: see ``cached_step``.
-        sync: see ``cached_step``.
-        offload: see ``cached_step``.
+    What multiplies the loss (a ``GradScaler``, accumulation, a trainer) multiplies the gradients. The arguments are
+    those of ``cached_step``.
 
     Raises:
         TypeError: the loss is no callable.
@@ -217,13 +210,7 @@ def embed(
 ) -> tuple[Any, Replay]:
     """The two passes apart, for other people's loops: the embeddings, and what sends their gradients into the encoders.
 
-    Args:
-        encode: see ``cached_step``.
-        inputs: see ``cached_step``.
-        chunk: see ``cached_step``.
-        split: see ``cached_step``.
-        sync: see ``cached_step``.
-        offload: see ``cached_step``.
+    The arguments are those of ``cached_step``.
 
     Returns:
         The outputs, leaves that require gradients (one tensor, or a tuple in the order of ``encode``), and ``replay``:

@@ -132,18 +132,11 @@ class Subject:
         """The bounds of a problem, computed with these options."""
         return bounds(problem, oracle, self.accuracy, self.dtype, upstream, options)
 
-    def compare(
-        self,
-        problem: Problem,
-        *,
-        backend: Backend | None = None,
-        options: Options | None = None,
-        upstream: float | FloatArray = 1.0,
-    ) -> Worst:
+    def compare(self, problem: Problem, *, backend: Backend | None = None, upstream: float | FloatArray = 1.0) -> Worst:
         """Compare the outcome of a problem with its truth and bounds."""
         oracle = truth(problem, upstream)
-        got = self.run(problem, backend, options, upstream)
-        return compare(got, oracle.outcome, self.bounds(problem, oracle, upstream, options))
+        got = self.run(problem, backend, upstream=upstream)
+        return compare(got, oracle.outcome, self.bounds(problem, oracle, upstream))
 
 
 @dataclass(frozen=True)

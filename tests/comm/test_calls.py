@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -126,31 +126,15 @@ def test_mpi_takes_no_message_of_another_length(sent: int, expected: int, words:
     comm.Free()
 
 
-def in_another_thread(action: Callable[[], Any]) -> Any:
-    """What it gives there, or raises."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(action())
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return found[0]
-
-
 def test_two_threads_within_one_phase_are_refused() -> None:
     one = Calls()
     one.enter(Label(1))
-    # while the first waits for the other ranks
-    assert "two threads of this rank use one group" in str(in_another_thread(lambda: one.enter(Label(2))))
-    one.agreed()
-    one.post()
-    # and once it sends
-    found = in_another_thread(one.post)
-    assert isinstance(found, Conflict)
-    one.leave()
-    assert in_another_thread(one.post) == 2
+    with ThreadPoolExecutor(1) as another:
+        # while the first waits for the other ranks
+        assert "two threads of this rank use one group" in str(another.submit(one.enter, Label(2)).exception())
+        one.agreed()
+        one.post()
+        # and once it sends
+        assert isinstance(another.submit(one.post).exception(), Conflict)
+        one.leave()
+        assert another.submit(one.post).result() == 2

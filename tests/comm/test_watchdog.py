@@ -72,9 +72,9 @@ def test_the_last_of_the_deadline_is_left_for_leaving() -> None:
 class Device:
     """Messages whose work before them, and whose arrival, is set by hand."""
 
-    def __init__(self, deadline: float, depth: int = 2, *, watched: bool = True) -> None:
+    def __init__(self, deadline: float, *, watched: bool = True) -> None:
         self.ended: list[str] = []
-        self.watchdog = Watchdog(lambda: deadline, depth, self.ended.append)
+        self.watchdog = Watchdog(lambda: deadline, 2, self.ended.append)
         if not watched:
             # no other is started: on a busy machine it might be first to see what the host is to see
             self.watchdog._thread = threading.current_thread()

@@ -167,14 +167,13 @@ def _of_logits(p, made):
     return found
 
 
-def general(p, row_lse=None):
-    """The general loss of a problem; with row_lse, merged from more columns than the problem has, its part of it."""
+def general(p):
+    """The general loss of a problem."""
 
     def made(x):
         found, G = SimpleNamespace(loss=Ball(0.0)), 0.0
-        rows = lse(x, p.A) if row_lse is None else row_lse
-        found.row_lse, found.column_lse = rows, lse(x.T, p.A.T)
-        for L, w, y, turned in ((rows, p.u, p.y, False), (found.column_lse, p.v, p.y_c, True)):
+        found.row_lse, found.column_lse = lse(x, p.A), lse(x.T, p.A.T)
+        for L, w, y, turned in ((found.row_lse, p.u, p.y, False), (found.column_lse, p.v, p.y_c, True)):
             (z, admitted, y) = (x.T, p.A.T, y.T) if turned else (x, p.A, y)
             seen = np.isfinite(L.mid)
             L = Ball(np.where(seen, L.mid, 0.0), np.where(seen, L.rad, 0.0))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from contrastile.backends.contract import Backend, Block
 from contrastile.comm.inprocess import InProcess, InProcessGroup
-from contrastile.schedules.placement import Placement
-from contrastile.verify import cases
-from contrastile.verify.shards import Cut
 from contrastile.verify.wrapped import around
 
 
@@ -88,18 +85,3 @@ def measured(backend: Backend) -> tuple[Backend, list[int]]:
         return primitive(block, *rest)
 
     return around(backend, call, "lse", "gradients"), areas
-
-
-def cut(case: str, row_weights: Sequence[int], column_weights: Sequence[int], dtype: str = "float64") -> Cut:
-    """A named case in parts."""
-    return Cut.of(cases.build(case, dtype), row_weights, column_weights)
-
-
-def placement(comm: InProcess, parts: Cut, exchange: str = "ring") -> Placement:
-    """A rank's place in it."""
-    return Placement(comm, exchange, "mean", parts.shards)  # type: ignore[arg-type]
-
-
-def group(n: int, *, late: bool = False) -> InProcessGroup[object]:
-    """Ranks of one process."""
-    return InProcessGroup(n, late=late)

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from in_process_worlds import group
 
 from contrastile.backends.pairs import merged_pairs, pair
 from contrastile.backends.registry import load
-from contrastile.comm.inprocess import InProcess
+from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.schedules import triangle
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Blocking, Problem
@@ -59,8 +58,7 @@ def test_over_ranks(exchange: str, itself: bool) -> None:
         place = Placement(comm, exchange, "mean", parts.shards)  # type: ignore[arg-type]
         return TORCH.run(parts.part(comm.rank, place))
 
-    found: list[Any] = group(len(weights)).run(program)
-    joined = parts.joined(found, float(len(weights)))
+    joined = parts.joined(InProcessGroup[Outcome](len(weights)).run(program), float(len(weights)))
     assert ratio(parts.problem, joined, rearrange.folded if itself else as_it_is) < 1
 
 

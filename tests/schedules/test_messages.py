@@ -7,27 +7,33 @@ from typing import Any
 
 import numpy as np
 import pytest
-from in_process_worlds import Counting, cut, group, measured, placement
+from in_process_worlds import Counting, measured
 
 from contrastile import compute
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Options
 from contrastile.backends.registry import load
-from contrastile.comm.inprocess import InProcess
-from contrastile.schedules import gather, local, ring, triangle
+from contrastile.comm.inprocess import InProcess, InProcessGroup
+from contrastile.schedules import gather, ring, triangle
 from contrastile.schedules.local import Wanted
+from contrastile.schedules.placement import Placement
 from contrastile.verify import cases
 from contrastile.verify.execution import materialise
 from contrastile.verify.shards import Cut
 from contrastile.verify.wrapped import around
 
 NUMPY = load("numpy")
-WANTED = local.Wanted(True, (True,), True)
+WANTED, RAGGED = Wanted(True, (True,), True), cases.build("ragged", "float64")
 
 
-def recorded(n: int, case: str = "ragged") -> tuple[list[list[str]], list[list[str]]]:
+def placement(comm: InProcess, parts: Cut, exchange: str = "ring") -> Placement:
+    """A rank's place."""
+    return Placement(comm, exchange, "mean", parts.shards)  # type: ignore[arg-type]
+
+
+def recorded(n: int) -> tuple[list[list[str]], list[list[str]]]:
     """The events of forward and of backward around the ring on each rank."""
-    parts = cut(case, range(1, n + 1), range(n, 0, -1))
+    parts = Cut.of(RAGGED, range(1, n + 1), range(n, 0, -1))
 
     def program(comm: InProcess) -> tuple[list[str], ...]:
         counting = Counting(comm)
@@ -42,7 +48,7 @@ def recorded(n: int, case: str = "ragged") -> tuple[list[list[str]], list[list[s
         both = log[:begins], log[begins:]
         return tuple([event for event in events if "exchange" not in event] for events in both)
 
-    found: list[Any] = group(n).run(program)
+    found = InProcessGroup[Any](n).run(program)
     return [a for a, _ in found], [b for _, b in found]
 
 
@@ -80,7 +86,7 @@ def test_the_hops_are_as_few_as_they_can_be(n: int) -> None:
 
 @pytest.mark.parametrize("n", [4, 8])
 def test_nothing_is_larger_than_a_shard(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = cut("ragged", [1] * n, [1] * n)
+    parts = Cut.of(RAGGED, [1] * n, [1] * n)
     largest = max(*parts.shards.rows, *parts.shards.widths)
     made: list[int] = []
     full = ArrayLibrary.full
@@ -95,7 +101,7 @@ def test_nothing_is_larger_than_a_shard(n: int, monkeypatch: pytest.MonkeyPatch)
         ring.backward(problem, saved, np.asarray(1.0), WANTED, NUMPY, Options())
 
     monkeypatch.setattr(ArrayLibrary, "full", counted)
-    group(n).run(program)
+    InProcessGroup[None](n).run(program)
     # one number of each rank is gathered to be summed: n of them
     assert max(made) <= max(largest, n)
     assert largest < sum(parts.shards.widths)
@@ -103,7 +109,7 @@ def test_nothing_is_larger_than_a_shard(n: int, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_a_gather_sends_few_messages(n: int) -> None:
-    parts = cut("ragged", range(2, n + 2), range(n + 1, 1, -1))
+    parts = Cut.of(RAGGED, range(2, n + 2), range(n + 1, 1, -1))
 
     def program(comm: InProcess) -> Counter[str]:
         counting = Counting(comm)
@@ -121,12 +127,12 @@ def test_a_gather_sends_few_messages(n: int) -> None:
         # the columns' sums, and the scale's gradient
         "exchange features number": 1,
     }
-    assert group(n).run(program) == [expected] * n
+    assert InProcessGroup[Counter[str]](n).run(program) == [expected] * n
 
 
-def computed(n: int, exchange: str, case: str = "views") -> list[tuple[list[int], Any]]:
+def computed(n: int, exchange: str) -> list[tuple[list[int], Any]]:
     """The areas of the blocks of each rank's forward and of its backward, and its messages."""
-    parts = Cut.of_itself(cases.build(case, "float64"), [1] * n)
+    parts = Cut.of_itself(cases.build("views", "float64"), [1] * n)
 
     def program(comm: InProcess) -> tuple[list[int], Any]:
         backend, areas = measured(NUMPY)
@@ -136,8 +142,7 @@ def computed(n: int, exchange: str, case: str = "views") -> list[tuple[list[int]
         compute.problem_gradients(problem, state, np.asarray(1.0), Wanted(True, ()), backend, Options())
         return areas, counting.count
 
-    found: list[Any] = group(n).run(program)
-    return found
+    return InProcessGroup[tuple[list[int], Any]](n).run(program)
 
 
 @pytest.mark.parametrize("exchange", ["ring", "gather"])

@@ -18,14 +18,14 @@ def rows(*shape: int, seed: int = 0, dtype: torch.dtype = DOUBLE) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def tower(width: int, seed: int, dtype: torch.dtype = DOUBLE, dropout: float = 0.5) -> nn.Sequential:
+def tower(width: int, seed: int, dtype: torch.dtype = DOUBLE) -> nn.Sequential:
     torch.manual_seed(seed)
-    layers = nn.Linear(width, 9), nn.Tanh(), nn.Dropout(dropout), nn.Linear(9, D)
+    layers = nn.Linear(width, 9), nn.Tanh(), nn.Dropout(0.5), nn.Linear(9, D)
     return nn.Sequential(*layers).to(dtype)
 
 
-def log_scale(dtype: torch.dtype = DOUBLE) -> nn.Parameter:
-    return nn.Parameter(torch.tensor(0.7, dtype=dtype))
+def log_scale() -> nn.Parameter:
+    return nn.Parameter(torch.tensor(0.7, dtype=DOUBLE))
 
 
 def setting(lengths: Sequence[int], dtype: torch.dtype = DOUBLE) -> tuple[list[nn.Module], list[Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from chunked_graphs import graphs_kept, taken, worst
-from small_towers import B, every_parameter, log_scale, setting, skins
+from small_towers import B, D, every_parameter, log_scale, setting, skins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -237,3 +237,37 @@ def test_a_loss_whose_gradient_nobody_sends_has_none() -> None:
     apply: Any = Silent.apply
     apply(value).backward()
     assert all(x.grad is None or not x.grad.any() for x in every_parameter(*towers))
+
+
+def test_autocast_to_float16_around_the_call_leaves_the_loss_in_float32() -> None:
+    seen = []
+
+    def loss(a: Tensor) -> Tensor:
+        seen.append((a.dtype, (a @ a.T).dtype))
+        return a.sum()
+
+    net = nn.Linear(4, 3)
+    with torch.autocast("cpu", dtype=torch.float16):
+        training.cached_step((net,), (torch.ones(5, 4),), loss, chunk=2)
+        assert net(torch.ones(5, 4)).dtype is torch.float16
+    assert seen == [(torch.float32, torch.float32)]
+
+
+def test_generators_are_put_back_after_an_error() -> None:
+    calls: list[int] = []
+    weight = nn.Parameter(torch.ones(4, D))
+
+    def encode(x: Tensor) -> Tensor:
+        calls.append(1)
+        torch.rand(3)
+        if len(calls) == 3:
+            raise OSError("out of something")
+        return x @ weight
+
+    torch.manual_seed(0)
+    with pytest.raises(OSError, match="out of something"):
+        training.cached_step((encode,), (torch.ones(4, 4),), lambda a: a.sum(), chunk=2)
+    found = torch.rand(1)
+    torch.manual_seed(0)
+    torch.rand(6)
+    assert torch.equal(found, torch.rand(1))

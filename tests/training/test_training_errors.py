@@ -1,18 +1,24 @@
-"""What training refuses, before any gradient is added and mostly before any forward: the rule, the value, the fix."""
+"""What training refuses, before any gradient is added and mostly before any forward, and what it warns of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm
 
 import contrastile
 from contrastile import training
 
-X = torch.randn(6, 4)
+X, WIDTH = torch.randn(6, 4), 6
+NUMPY_S = np.random.default_rng(0)
 clip = contrastile.clip_loss
 
 
@@ -43,6 +49,10 @@ class FullyShardedDataParallel(nn.Module):
 
 def step(encode: Any, inputs: Any, loss: Any = clip, **settings: Any) -> Any:
     return training.cached_step(encode, inputs, loss, **({"scale": 2.0, "chunk": 2} | settings))
+
+
+def squares(a: Tensor, scale: float) -> Tensor:
+    return (a * a).mean()
 
 
 class Net(nn.Module):
@@ -171,3 +181,58 @@ def test_shapes_that_change_between_the_passes() -> None:
 
     with pytest.raises(ValueError, match=r"same shapes both times, got \(4, 3\) where it was \(2, 3\)"):
         step((growing,), (X,), lambda a, s: a.sum())
+
+
+@pytest.mark.parametrize(
+    ("layer", "named"),
+    [
+        (nn.BatchNorm1d(WIDTH), "BatchNorm1d '1' computes"),
+        (parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), "spectral_norm '1' computes"),
+        (spectral_norm(nn.Linear(WIDTH, WIDTH)), "spectral_norm '1' computes"),
+        (nn.Sequential(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))), "spectral_norm '1.0' computes"),
+    ],
+)
+def test_layers_of_which_a_chunk_makes_another_function_are_warned_of_by_name(layer: nn.Module, named: str) -> None:
+    net = nn.Sequential(nn.Linear(4, WIDTH), layer)
+    told = f"^{named} a chunk otherwise than the whole batch, .* the gradients are not those of the batch; call its"
+    with pytest.warns(UserWarning, match=told) as found:
+        step((net,), (X,), squares)
+    assert [each.filename for each in found] == [__file__]
+    step((net.eval(),), (X,), squares)
+
+
+@pytest.mark.parametrize(
+    "made", [lambda net: [net], lambda net: {"image": net}, lambda net: SimpleNamespace(nets=[net])]
+)
+def test_layers_are_found_wherever_encode_keeps_them(made: Callable[[nn.Module], Any]) -> None:
+    kept = made(nn.BatchNorm1d(4))
+
+    def encode(x: Tensor) -> Tensor:
+        (net,) = kept if isinstance(kept, list) else kept.values() if isinstance(kept, dict) else kept.nets
+        return net(x)
+
+    with pytest.warns(UserWarning, match="^BatchNorm1d 'itself' computes"):
+        step((encode,), (X,), squares)
+
+
+@pytest.mark.parametrize(
+    ("draw", "refused"),
+    [
+        (partial(torch.rand, generator=torch.Generator().manual_seed(0)), True),
+        (lambda *shape: torch.from_numpy(NUMPY_S.random(shape)), True),
+        (torch.rand, False),
+    ],
+    ids=["torch's", "NumPy's", "none"],
+)
+def test_an_encoder_with_a_generator_of_its_own_is_refused(draw: Callable[..., Tensor], refused: bool) -> None:
+    net = nn.Linear(4, WIDTH)
+    told = r"same embeddings both times, got a chunk that differs by .* in encode$"
+    with pytest.raises(ValueError, match=told) if refused else nullcontext():
+        step((lambda x: net(x) * draw(len(x), WIDTH),), (X,), squares)
+    assert not refused or net.weight.grad is None
+
+
+def test_batch_norm_without_running_averages_is_warned_of_in_eval_mode_too() -> None:
+    net = nn.Sequential(nn.Linear(4, WIDTH), nn.BatchNorm1d(WIDTH, track_running_stats=False)).eval()
+    with pytest.warns(UserWarning, match=r"^BatchNorm1d '1' computes a chunk otherwise .* needs running averages"):
+        step((net,), (X,), squares)
