@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from contrastile.backends.contract import Array
 from contrastile.verify import peak, process
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, identical, largest, wrong
 from contrastile.verify.layouts import transposed
-from contrastile.verify.losses.cases import LossCase, build, rounded
+from contrastile.verify.losses.cases import HIGH, LossCase, build, rounded
 from contrastile.verify.losses.properties import UPSTREAM, LossTrial, by_autograd, gradient_fields, placed
 from contrastile.verify.losses.subject import Call
 from contrastile.verify.trial import SkipError
@@ -112,11 +113,15 @@ def retained(trial: LossTrial) -> Comparisons:
     fields, trials = gradient_fields(trial.loss.claims), {"": trial}
     if trial.loss.claims.positives:
         trials["few keys, "] = trial.other(build("few-keys", trial.case.dtype, trial.loss.claims, trial.case.facts))
+    tiny = 1.0 if trial.case.facts is None or trial.case.dtype == "float16" else 2.0**-110
     for kind, each in trials.items():
+        if tiny < 1:
+            # large exponentials
+            each = each.other(numbered(each.case, HIGH, each.case.arguments.bias or 0.0))
         call = each.call()
         value = call()
         call.finish(value, retain=True)
-        for label, upstream in (("a second backward pass", UPSTREAM), ("a third, upstream 1 / 30", 1.0)):
+        for label, upstream in (("a second backward pass", UPSTREAM), (f"a third, upstream {tiny:g}", tiny)):
             call.forget()
             found = call.finish(value, upstream, retain=True)
             yield kind + label, each.compare(found, fields, upstream)
@@ -144,6 +149,12 @@ def settings(trial: LossTrial) -> Comparisons:
             trial.other(numbered(case, 900.0, case.arguments.bias or 0.0)).run()
     if threads:
         sys.modules["torch"].set_num_threads(threads)
+    if threads and case.facts is not None:
+        call = trial.call()
+        # where the caller's own tensors go, unless they say it
+        with sys.modules["torch"].device("meta"):
+            found = call.finish(call())
+        yield "another default device", trial.compare(found, trial.fields)
     yield "", NOTHING if changed is None else wrong(changed)
 
 
@@ -199,12 +210,13 @@ def leaks(trial: LossTrial) -> Comparisons:
         raise SkipError("needs a batch of 64 rows")
     many_rows = trial.resized(b, trial.case.batch.width)
 
-    def step() -> None:
+    def step() -> weakref.ref[Array]:
         call = many_rows.call()
         call.finish(call())
+        return weakref.ref(call.leaves[0])
 
     # first calls fill caches
-    peak.repeated(step, 2)
+    first, _ = step(), step()
     few, many = (
         peak.peak_bytes(trial.loss.arrays.name, trial.device, partial(peak.repeated, step, times)) for times in (1, 5)
     )
@@ -213,6 +225,7 @@ def leaks(trial: LossTrial) -> Comparisons:
     yield "5 calls", Worst(many / limit, "bytes", (), many, limit)
     # what is there already need not be searched each time
     gc.collect()
+    yield "features of the first call", NOTHING if first() is None else wrong("they are held")
     gc.freeze()
     held = sys.maxsize
     try:
