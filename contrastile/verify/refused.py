@@ -81,11 +81,7 @@ def _calls(subject: Subject, pair: Any) -> Iterator[tuple[str, _Call, _Call, typ
             make: Any = forward_ad.make_dual
             return clip(make(pair[0].detach(), torch.ones_like(pair[0])), pair[1].detach(), 10.0, **settings)
 
-    def derivative() -> Any:
-        return torch.autograd.grad(right(), pair[0], create_graph=True)[0].sum()
-
     yield "a derivative in forward mode", right, forward_mode, RuntimeError
-    yield "a derivative of a gradient", derivative, lambda: derivative().backward(), RuntimeError
     even, learnt = (torch.ones(_ROWS, device=subject.device, requires_grad=x) for x in (False, True))
     yield "weights that learn", partial(right, weights=even), partial(right, weights=learnt), ValueError
     refusing = {**settings, "backend": f"contrastile.verify.wrapped:refusing@{subject.name}"}
