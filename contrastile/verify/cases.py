@@ -258,19 +258,18 @@ _APART[0][2] = _APART[1][7] = 2**34 + 2**32 + 7
 
 def _sigmoid_labels(draw: Draw) -> Problem:
     rows, columns = units(draw, 22, 38, 24)
-    ids = [np.concatenate([x, draw.integers(0, 5, 6)]) for x in _APART]
-    return sigmoid_problem(softmax_problem(rows, columns, 10.0, ids=(ids[0], ids[1]), match="target"), -2.5)
+    ids: Any = [np.concatenate([x, draw.integers(0, 5, 6)]) for x in _APART]
+    return sigmoid_problem(softmax_problem(rows, columns, 10.0, ids=ids, match="target"), -2.5)
 
 
 def _sigmoid_ids_far(draw: Draw) -> Problem:
     rows, columns = unit(draw.standard_normal((30, 23))), unit(draw.standard_normal((43, 23)))
-    ids = [np.concatenate([x, y]) for x, y in zip(_APART, (FAR, FAR[draw.integers(0, len(FAR), 11)]), strict=True)]
+    beside = FAR, FAR[draw.integers(0, len(FAR), 11)]
+    ids: Any = [np.concatenate(x) for x in zip(_APART, beside, strict=True)]
     positives = _mostly_diagonal(30)
     positives[:16] += 32 * (positives[:16] == np.arange(16))
     excluded = np.where(np.arange(30) % 4 == 1, positives, -1)
-    return sigmoid_problem(
-        softmax_problem(rows, columns, 10.0, positives=positives, ids=(ids[0], ids[1]), excluded=excluded), -2.5
-    )
+    return sigmoid_problem(softmax_problem(rows, columns, 10.0, positives=positives, ids=ids, excluded=excluded), -2.5)
 
 
 def _certain_labels(draw: Draw, width: int = 64, noise: float | None = None, scale: float = 100.0) -> Problem:

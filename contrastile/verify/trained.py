@@ -286,8 +286,7 @@ def _search(batch: Batch) -> _Held:
     for tile in (7, None):
         _, numbers = retrieval.top_k(given[0], given[1], 3, tile=tile)
         yield "the nearest columns", np.array_equal(numbers.cpu(), nearest[:, :3])
-    most = np.minimum(own - 1, own - np.abs(own) / 2)
-    fits = (of_rows[:, None] != of_columns) & (x <= most[:, None])
+    fits = (of_rows[:, None] != of_columns) & (x <= np.minimum(own - 1, own - np.abs(own) / 2)[:, None])
     mined = [[j for j in row if fits[i, j]][2:5] for i, row in enumerate(nearest)]
     named |= {"row_ids": torch.from_numpy(of_rows), "column_ids": torch.from_numpy(of_columns)}
     named |= {"range_min": 2, "absolute_margin": 1.0, "relative_margin": 0.5}
