@@ -98,7 +98,7 @@ def module(loss: Target, settings: dict[str, Any], *, trains: bool = True) -> Ta
     kind(world_size=2)
     kind(world_size=2, parameter_reduction="sum")
     group = settings.get("group")
-    place = {} if group is None else {"rank": torch.tensor(group.rank), "world_size": torch.tensor(group.size)}
+    place: Any = {} if group is None else {"rank": torch.tensor(group.rank), "world_size": torch.tensor(group.size)}
     made = functools.cache(lambda **options: kind(**place, **settings, **options).train(trains))
 
     def target(image: Array, text: Array, scale: Any, bias: Any = None, **more: Any) -> Any:
