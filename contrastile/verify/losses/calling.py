@@ -63,7 +63,8 @@ def leaves(trial: LossTrial) -> Comparisons:
         for each in (call.leaves, call.numbers):
             each[:] = [made(x.detach()).requires_grad_(x.requires_grad) if hasattr(x, "detach") else x for x in each]
         call.passed = call.leaves
-        yield label, trial.compare(call.finish(call()), trial.fields)
+        one = trial.loss.arrays.full((), 1.0, state_dtype(case.dtype), call.leaves[0])
+        yield label, trial.compare(call.finish(call(), made(one)), trial.fields)
 
 
 def _of_other_types() -> dict[str, Callable[[Array], Array]]:

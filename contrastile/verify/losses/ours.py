@@ -62,7 +62,11 @@ def both(loss: Target, settings: dict[str, Any]) -> Target:
 
     @functools.wraps(loss)
     def target(*args: Any, **kwargs: Any) -> Any:
+        for x in args:
+            if hasattr(x, "requires_grad_") and x.is_floating_point():
+                x.requires_grad_()
         value, gradients = computed(*args, **kwargs)
+        assert not any(getattr(x, "requires_grad", False) for x in (value, *gradients))
         return value, *gradients
 
     return target
@@ -94,7 +98,7 @@ def module(loss: Target, settings: dict[str, Any], *, trains: bool = True) -> Ta
     kind(world_size=2)
     kind(world_size=2, parameter_reduction="sum")
     group = settings.get("group")
-    place = {} if group is None else {"rank": group.rank, "world_size": group.size}
+    place: Any = {} if group is None else {"rank": torch.tensor(group.rank), "world_size": torch.tensor(group.size)}
     made = functools.cache(lambda **options: kind(**place, **settings, **options).train(trains))
 
     def target(image: Array, text: Array, scale: Any, bias: Any = None, **more: Any) -> Any:
@@ -107,6 +111,20 @@ def module(loss: Target, settings: dict[str, Any], *, trains: bool = True) -> Ta
         if shift is not None and trains and torch.is_grad_enabled():
             (gradient,) = torch.autograd.grad([*found.values()], shift, retain_graph=True, allow_unused=True)
             assert gradient is not None
+        return found
+
+    return target
+
+
+def captioned(loss: Target, settings: dict[str, Any]) -> Target:
+    """CoCa's module, beside a caption of one token and padding, which counts as nothing."""
+    from contrastile import nn
+
+    def target(image: Array, text: Array, scale: Any, *, ids: Any = None, weights: Any = None, **more: Any) -> Any:
+        logits, labels = image.new_tensor([[[0, 0, 0], [0, 0, 9]]]), image.new_tensor([[1, 2]]).long()
+        made = nn.CoCaLoss(2.0, 1.0, pad_id=2, **settings, **more)
+        found, caption = made(image, text, logits, labels, scale, ids=ids, weights=weights)
+        assert caption > 2, "padding counts: of a token it is twice log 3"
         return found
 
     return target
@@ -378,6 +396,7 @@ OF_TENSORS = (
     Interface("a dispatch mode", dispatched, ("leaks",), _RETURNED),
     Interface("nn", module, (*_AUTOGRAD, "numbers", "interleaved", "threads"), (), _PAIRS),
     Interface("nn in evaluation", partial(module, trains=False), ("leaves",), (), _PAIRS),
+    Interface("CoCaLoss", captioned, (), (), ("clip_loss",)),
 )
 """Of torch tensors alone."""
 

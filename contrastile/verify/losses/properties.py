@@ -91,7 +91,9 @@ class LossTrial:
 
         with torch.inference_mode() if inference else torch.no_grad():
             call = self.call(train=self.train([]))
-            return call.finish(call())
+            returned = call()
+            assert not torch.is_grad_enabled()
+            return call.finish(returned)
 
     def train(self, leaves: Sequence[int]) -> list[bool]:
         """Which of features, negatives, scale and bias need a gradient."""
