@@ -286,7 +286,7 @@ PROPERTIES = (
         for name in OBJECTIVES
     ),
     Property("public-training", training, CASE),
-    Property("public-refusals", refusals, CASE),
+    Property("public-refusals", refusals, CASE, parts=False),
     statistics.ALONE,
 )
 """One property per loss, and one of what only training has."""
