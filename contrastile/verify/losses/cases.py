@@ -18,7 +18,7 @@ from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.oracle.arrays import FloatArray, float64
 from contrastile.schedules.problem import Problem
 from contrastile.verify.draws import FAR, TRAINED, Draw, Pairs, certain_pairs, pairs, unit, units, wordnet_pairs
-from contrastile.verify.losses.arguments import Arguments, stated
+from contrastile.verify.losses.arguments import Arguments, ByContent, stated
 from contrastile.verify.losses.claims import KEYWORDS, Claims
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Truth, truth
@@ -342,7 +342,7 @@ BATCHES = {
 
 
 @dataclass(frozen=True, eq=False)
-class LossCase:
+class LossCase(ByContent):
     """A case of an objective. Cases are equal where their truth and its bounds are, however a loss is called.
 
     Attributes:
@@ -360,16 +360,10 @@ class LossCase:
     facts: Accuracy | None = None
 
     @cached_property
-    def _content(self) -> tuple[Any, ...]:
+    def content(self) -> tuple[Any, ...]:
         claims = self.claims
         stated = self.dtype, self.facts, self.state, claims.objective, claims.precision, claims.normalises
         return *stated, pickle.dumps(self.arguments)
-
-    def __hash__(self) -> int:
-        return hash(self._content)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LossCase) and self._content == other._content
 
     @property
     def state(self) -> str:

@@ -449,10 +449,11 @@ def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Lo
                 continue
             # the function by autograd has what is costly, or value_and_grad where there is no autograd
             costly = bool(each.properties) and of == library
-            held, once = (*each.properties, *(once if costly else ())), () if costly else once
+            # some have a property in two of their groups
+            held, once = dict.fromkeys((*each.properties, *(once if costly else ()))), () if costly else once
             name = each.name if of == library else f"{each.name} of {_ARRAYS_OF[of]}"
-            held = held if whole else tuple(x for x in held if x in _EVERY_DTYPE)
-            yield each, of_interface(each, objective, subject, of, name), held
+            names = tuple(x for x in held if whole or x in _EVERY_DTYPE)
+            yield each, of_interface(each, objective, subject, of, name), names
 
 
 def of_interface(each: Interface, objective: str, subject: Subject, library: str, name: str, **more: Any) -> Loss:
