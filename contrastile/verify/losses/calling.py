@@ -22,8 +22,8 @@ from contrastile.verify.losses.repeating import numbered
 from contrastile.verify.rounding import UNIT, round_to
 from contrastile.verify.trial import SkipError
 
-_SCALES = HIGH, HIGH - 0.4, 3.0, 0.07, -14.3
-_BIASES = -2.7, -3.1, 2.0, 0.3, -40.1
+_SCALES = HIGH, HIGH - 0.4, 3.0, -14.3
+_BIASES = -2.7, -3.1, 2.0, -40.1
 
 
 def leaves(trial: LossTrial) -> Comparisons:
@@ -201,6 +201,8 @@ def _of_one_storage(trial: LossTrial) -> Comparisons:
         for label, views in _VIEWS.items():
             expected, given = views(base, b, d), views(memory, b, d)
             if expected[0].shape != expected[1].shape or claims.width(expected[0].shape[1]) != expected[0].shape[1]:
+                continue
+            if (b, d) == _LARGE and label != "one storage":
                 continue
             here = trial.other(replace(case, arguments=replace(case.arguments, features=expected)))
             call = here.call()
