@@ -251,32 +251,39 @@ def _sigmoid_ids(draw: Draw) -> Problem:
     return sigmoid_problem(softmax_problem(rows, blocks, 4.0, positives=positives, ids=ids, row_weight=weight), 1.5)
 
 
+_APART = np.arange(16) * (2**33 + 2**9), np.arange(1, 33) * (2**41 + 2**17)
+"""Ids of 16 x 32 pairs, a tile of Triton's interpreter, of which one pair is alike."""
+_APART[0][2] = _APART[1][7] = 2**34 + 2**32 + 7
+
+
 def _sigmoid_labels(draw: Draw) -> Problem:
-    rows, columns = units(draw, 23, 31, 24)
-    ids = draw.integers(0, 5, 23), draw.integers(0, 5, 31)
+    rows, columns = units(draw, 22, 38, 24)
+    ids: Any = [np.concatenate([x, draw.integers(0, 5, 6)]) for x in _APART]
     return sigmoid_problem(softmax_problem(rows, columns, 10.0, ids=ids, match="target"), -2.5)
 
 
 def _sigmoid_ids_far(draw: Draw) -> Problem:
-    rows, columns = unit(draw.standard_normal((22, 23))), unit(draw.standard_normal((33, 23)))
-    ids = np.resize(FAR, 22), FAR[draw.integers(0, len(FAR), 33)]
-    positives = _mostly_diagonal(22)
-    excluded = np.where(np.arange(22) % 4 == 1, positives, -1)
+    rows, columns = unit(draw.standard_normal((30, 23))), unit(draw.standard_normal((43, 23)))
+    beside = FAR, FAR[draw.integers(0, len(FAR), 11)]
+    ids: Any = [np.concatenate(x) for x in zip(_APART, beside, strict=True)]
+    positives = _mostly_diagonal(30)
+    positives[:16] += 32 * (positives[:16] == np.arange(16))
+    excluded = np.where(np.arange(30) % 4 == 1, positives, -1)
     return sigmoid_problem(softmax_problem(rows, columns, 10.0, positives=positives, ids=ids, excluded=excluded), -2.5)
 
 
-def _certain_labels(draw: Draw, width: int = 64, noise: float | None = None) -> Problem:
+def _certain_labels(draw: Draw, width: int = 64, noise: float | None = None, scale: float = 100.0) -> Problem:
     views = np.concatenate(certain_pairs(draw, 15, width))
     labels = np.concatenate([np.arange(15), np.arange(12), [0, 0, 1]])
     if noise is not None:
         more = unit(views[[0, 0, 1]] + noise * draw.standard_normal((3, width)))
         views, labels = np.concatenate([views, more]), np.concatenate([labels, [0, 0, 1]])
-    return _sup_con(views, labels, 100.0)
+    return _sup_con(views, labels, scale)
 
 
-def _copies(draw: Draw) -> Problem:
+def _copies(draw: Draw, scale: float = 100.0) -> Problem:
     labels = draw.integers(0, 2, 71)
-    return _sup_con(unit(draw.standard_normal((2, 64)))[labels], labels, 100.0)
+    return _sup_con(unit(draw.standard_normal((2, 64)))[labels], labels, scale)
 
 
 def _certain_shared(draw: Draw) -> Problem:
@@ -290,7 +297,7 @@ def _certain_shared(draw: Draw) -> Problem:
 
 def _wordnet(draw: Draw, scale: float) -> Problem:
     real = wordnet_pairs()
-    rows, columns, ids = float64(real.examples), float64(real.glosses), real.gloss_ids
+    rows, columns, ids = float64(real.examples[::2]), float64(real.glosses[::2]), real.gloss_ids[::2]
     return softmax_problem(rows, columns, scale, ids=(ids, ids), **_halves(draw, len(ids), len(ids)))
 
 
@@ -364,9 +371,10 @@ CASES: dict[str, Callable[[Draw], Problem]] = {
     "certain@300": _of(certain_pairs, 43, 64, scale=300.0, weights=_halves),
     "certain@wrong": _of(certain_pairs, 43, 64, 1, scale=100.0, weights=_halves),
     "certain-labels": _certain_labels,
-    "certain-labels@100": partial(_certain_labels, width=100),
+    "certain-labels@100": partial(_certain_labels, width=100, scale=16.0),
     "certain-labels@alike": partial(_certain_labels, noise=0.01),
     "copies": _copies,
+    "copies@opposite": partial(_copies, scale=-100.0),
     "certain-views": partial(_themselves, features=certain_pairs, b=17, d=64, scale=100.0),
     "certain-shared": _certain_shared,
     "one-direction": _of(units, 37, 37, 40, lambda x: 1.0 + x / 16, scale=100.0, weights=_halves),
@@ -441,9 +449,10 @@ ABOUT = {
     "certain@300": "every pair is certain, scale 300",
     "certain@wrong": "every row is certain of a column that is not its own, at scale 100",
     "certain-labels": "SupCon of pairs and of larger classes, all certain, at scale 100",
-    "certain-labels@100": "the same of width 100",
+    "certain-labels@100": "the same of width 100 at scale 16: hardly certain",
     "certain-labels@alike": "the same, and samples that are nearly alike: positives share the row",
     "copies": "SupCon of two classes of copies: the loss is the logarithm of their number",
+    "copies@opposite": "the same at scale -100: several positives, all far below the negatives",
     "certain-views": "NT-Xent of certain pairs of views at scale 100",
     "certain-shared": "certain pairs in two column blocks, where several rows have one positive column",
     "one-direction": "all features share a direction: large logits, small differences",

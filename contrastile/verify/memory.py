@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from unittest import mock
 import numpy as np
 
 from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.settings import KEEP
 from contrastile.losses import clip_loss
 from contrastile.verify.comparison import Comparisons, Worst
 from contrastile.verify.trial import SkipError, Subject
@@ -32,6 +34,11 @@ def saved_bytes(subject: Subject, case: str) -> Comparisons:
     # the bytes are counted, and all of them may be there
     kept, allowed = _saved(subject, 2 * _BATCH, keep=subject.keep), two + most + 1
     yield "what is kept", Worst(kept / allowed, "bytes", (), kept, allowed)
+    # more than a MiB of exponentials, kept and then not
+    _saved(subject, 3 * _BATCH, keep=None)
+    with mock.patch.dict(os.environ, {KEEP: "1"}):
+        kept, allowed = _saved(subject, 3 * _BATCH, keep=None), 2 * two + 2**20
+    yield f"{KEEP}=1", Worst(kept / allowed, "bytes", (), kept, allowed)
 
 
 def _saved(subject: Subject, batch: int, keep: int | None) -> float:
@@ -45,7 +52,7 @@ def _saved(subject: Subject, batch: int, keep: int | None) -> float:
         .requires_grad_()
         for _ in range(2)
     )
-    scale = torch.tensor(10.0, dtype=getattr(torch, subject.backend.state(subject.dtype)), device=subject.device)
+    scale = torch.tensor(0.5, dtype=getattr(torch, subject.backend.state(subject.dtype)), device=subject.device)
     kept: dict[int, int] = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:

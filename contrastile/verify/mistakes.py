@@ -69,6 +69,7 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
         "another scale": (losses.clip_loss, [*pair, 10.0 * (1 + 2.0**-18)], {}),
         "another loss": (losses.nt_xent, [*pair, 10.0], {}),
         "ids": (losses.clip_loss, [*pair, 10.0], {"ids": ids}),
+        "weights": (losses.clip_loss, [*pair, 10.0], {"weights": put(np.ones(4), state_dtype(dtype))}),
         "no such matrix": (losses.clip_loss, [pair[0], put(x[:3], dtype), 10.0], {}),
         "another exchange": (losses.clip_loss, [*pair, 10.0], {"exchange": "gather"}),
         "another tile": (losses.clip_loss, [*pair, 10.0], {"tile": 7}),

@@ -52,7 +52,7 @@ class _Size:
 
 
 # on Hopper cuBLAS is given 32 MiB; G alone, in 16 bits, would be more than the budget
-_SIZES = {"cpu": _Size(512, 8, 32, 0), "cuda": _Size(8192, 64, 256, 40 << 20)}
+_SIZES = {"cpu": _Size(384, 8, 32, 0), "cuda": _Size(8192, 64, 256, 40 << 20)}
 # bookkeeping of the library, and rounding of its allocator
 _SLACK = {"cpu": 1 << 14, "cuda": 1 << 20}
 _STEPS = 12

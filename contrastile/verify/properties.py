@@ -268,6 +268,10 @@ def non_finite(trial: Trial) -> Comparisons:
         for what in (np.inf, -np.inf)
     }
     yield "NaN in a row", trial.subject.compare(replace(problem, rows=planted(problem.rows, row, 0, np.nan)))
+    if problem.column_weight is None and not problem.row_weight.all():
+        silent = int(np.flatnonzero(problem.row_weight == 0)[0])
+        silenced = trial.subject.run(replace(problem, rows=planted(problem.rows, silent, 0, np.nan)), want=None)
+        yield "NaN in a row of weight 0", compare(silenced, trial.oracle.outcome, trial.bound, ("loss",))
     first, *others = problem.columns
     if len(first):
         columns = (planted(first, len(first) - 1, -1, np.nan), *others)

@@ -19,7 +19,7 @@ from contrastile.verify.losses.arguments import Arguments
 from contrastile.verify.losses.calling import PROPERTIES as OF_A_LOSS
 from contrastile.verify.losses.cases import BATCHES, CALLS, OPTIONS, Batch, LossCase, build, concerns, formed, moved
 from contrastile.verify.losses.claims import OBJECTIVES
-from contrastile.verify.losses.ours import OF_ARRAYS, OF_TENSORS, Interface, interfaces, of_interface
+from contrastile.verify.losses.ours import OF_ARRAYS, OF_TENSORS, Interface, both, function, interfaces, of_interface
 from contrastile.verify.losses.properties import UPSTREAM, LossTrial, compared
 from contrastile.verify.losses.subject import Loss, Result, prepare
 from contrastile.verify.rearrange import redirected
@@ -47,12 +47,27 @@ _CASES = (
     "opposite@one",
     *OPTIONS,
 )
-_ROWS, _WIDTH, _MANY = 24, 20, 1000
+_ROWS, _WIDTH, _FEW, _MANY = 24, 20, 250, 1000
 
 
 def asked(case: str, label: str) -> bool:
     """Whether a comparison is asked for: all are, or those whose labels begin with what the case has after a colon."""
     return label.startswith(case.partition(":")[2])
+
+
+def _elsewhere(name: str, each: Interface, subject: Subject) -> bool:
+    """Whether a case says of an interface and a dtype what it says of another."""
+    option, rows, whole = name in OPTIONS, BATCHES[name].rows, subject.label == "float32"
+    if name.startswith("threshold") and not subject.backend.limits:
+        return True
+    if each.plain and (option or name in ("nan", "one-pair")):
+        # it has an arithmetic of its own, and sees no options
+        return True
+    # in blocks these rows would be thousands of blocks
+    if rows > _FEW and (not whole or each.any_dtype or (each.block is not None and rows > _MANY)):
+        return True
+    # ids and labels beyond 32 bits, and what is made of options, are nothing to do with the features' dtype
+    return not whole and (name.endswith("@far") or (option and each.make not in (both, function)))
 
 
 def alone(objective: str, subject: Subject, case: str) -> Comparisons:
@@ -68,12 +83,7 @@ def alone(objective: str, subject: Subject, case: str) -> Comparisons:
             return LossTrial(loss, build(name, subject.dtype, loss.claims, loss.facts), subject.device)
 
         for name in (CALLS, *_CASES):
-            # ids and labels beyond 32 bits are nothing to do with the features' dtype
-            elsewhere = name.endswith("@far") and subject.label != "float32"
-            # what is done to many rows at a time is not done in blocks, which would be thousands
-            elsewhere = elsewhere or (loss.block is not None and name in OPTIONS and BATCHES[name].rows > _MANY)
-            elsewhere = elsewhere or (name.startswith("threshold") and not subject.backend.limits)
-            if name != CALLS and (elsewhere or not concerns(name, "value", None, objective)):
+            if name != CALLS and (_elsewhere(name, each, subject) or not concerns(name, "value", None, objective)):
                 continue
             if not asked(case, f"{loss.name}, {name}"):
                 continue
@@ -81,8 +91,6 @@ def alone(objective: str, subject: Subject, case: str) -> Comparisons:
                 here = trial(name)
             except ValueError:
                 # an interface without this argument
-                continue
-            if each.plain and name in ("nan", "one-pair"):
                 continue
             fields = here.fields if name != "nan" else ["loss"]
             found = here.run(upstream=UPSTREAM) if name in OPTIONS else here.result
@@ -177,11 +185,13 @@ def over_ranks(objective: str, subject: Subject, case: str) -> Comparisons:
     cuts = {"uneven": [(2 * r + 3) % 5 for r in range(world.size)], "one row": few, "even": [1] * world.size}
     for turn, (how, weights) in enumerate(cuts.items()):
         for share in _shared(objective, shares(_ROWS, weights), subject):
-            # only what is divided by a sum over ranks can be taken for each rank's own
-            if how == "even" and share.case.arguments.weights is None:
+            # only what is divided by a sum over ranks can be taken for each rank's own; no option is one of edges
+            if {"even": share.case.arguments.weights is None, "one row": share.label in OPTIONS}.get(how):
                 continue
-            for exchange in ("ring", "gather", "replicate"):
-                for place, interface in enumerate(_interfaces(subject, share)):
+            for at, exchange in enumerate(("ring", "gather", "replicate")):
+                ways = list(enumerate(_interfaces(subject, share)))
+                # edges are the exchange's, whoever asks for it
+                for place, interface in ways if how == "uneven" else [ways[(turn + at) % len(ways)]]:
                     reduction = ("mean", "sum")[(turn + place) % 2]
                     label = ", ".join((share.label, exchange, how, interface.name, reduction))
                     if asked(case, label):
@@ -189,15 +199,15 @@ def over_ranks(objective: str, subject: Subject, case: str) -> Comparisons:
 
 
 def _interfaces(subject: Subject, share: Share) -> list[Interface]:
-    both, *_ = OF_ARRAYS
+    returning, *_ = OF_ARRAYS
     world = subject.ranks
     late = subject.device == "cuda" and world.can_be_late and world.size > 1
     if subject.backend.arrays.name != "torch" or late:
         # autograd runs one thread per GPU, in which ranks that are threads of one process would wait for each other
-        return [both]
+        return [returning]
     chosen = [each for each in OF_TENSORS if each.name in ("autograd", "nn")]
     objective, keywords = share.case.claims.objective, share.case.arguments.keywords
-    return [both, *(x for x in chosen if x.objectives is None or (objective in x.objectives and not keywords))]
+    return [returning, *(x for x in chosen if x.objectives is None or (objective in x.objectives and not keywords))]
 
 
 def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: str, reduction: str) -> Worst:
@@ -276,7 +286,7 @@ PROPERTIES = (
         for name in OBJECTIVES
     ),
     Property("public-training", training, CASE),
-    Property("public-refusals", refusals, CASE),
+    Property("public-refusals", refusals, CASE, parts=False),
     statistics.ALONE,
 )
 """One property per loss, and one of what only training has."""

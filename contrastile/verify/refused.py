@@ -82,5 +82,7 @@ def _calls(subject: Subject, pair: Any) -> Iterator[tuple[str, _Call, _Call, typ
             return clip(make(pair[0].detach(), torch.ones_like(pair[0])), pair[1].detach(), 10.0, **settings)
 
     yield "a derivative in forward mode", right, forward_mode, RuntimeError
+    even, learnt = (torch.ones(_ROWS, device=subject.device, requires_grad=x) for x in (False, True))
+    yield "weights that learn", partial(right, weights=even), partial(right, weights=learnt), ValueError
     refusing = {**settings, "backend": f"contrastile.verify.wrapped:refusing@{subject.name}"}
     yield "what the backend refuses", right, partial(clip, *pair, 10.0, **refusing), UnsupportedProblemError

@@ -86,7 +86,8 @@ class Selection:
             return []
         if self.cases is None:
             return [each.case]
-        return [name for name in self.cases if name.partition(":")[0] == each.case]
+        found = [name for name in self.cases if name.partition(":")[0] == each.case]
+        return found if each.parts else [each.case] * bool(found)
 
     def __iter__(self) -> Iterator[Check]:
         """All checks, in a fixed order; of cases, truths and trials the latest alone is held."""

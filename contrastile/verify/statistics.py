@@ -196,5 +196,5 @@ def _of_ranks(
     return judged(subject.ranks, judge)
 
 
-ALONE = Property("public-statistics", alone, "public-losses")
+ALONE = Property("public-statistics", alone, "public-losses", parts=False)
 OVER_RANKS = Property("statistics", over_ranks, "front-door")

@@ -1,14 +1,12 @@
 """Problems drawn at random: ragged, hot, signed, masked, split, of one direction or two, rows with themselves.
 
-A problem has a number. The first are the smallest: hypothesis draws numbers, and shrinks one that fails.
+A problem has a number. The first are the smallest, so that the first that fails is small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,63 +54,13 @@ class Drawn:
 
 
 def drawn(subject: Subject, case: str) -> Comparisons:
-    """Problems that hypothesis draws give the oracle's value and gradients; the label is the number of the worst.
+    """Problems that are drawn give the oracle's value and gradients, up to the first that fails.
 
     On a host their errors are at most five times a plain computation's.
 
     A case "drawn:17" is that problem alone.
     """
-
-    def judge(each: Drawn) -> Worst:
-        return _compare(each, subject)
-
-    if case != CASE:
-        yield from searched(subject, case, judge)
-        return
-    import hypothesis.errors
-    from hypothesis import strategies as st
-
-    found: list[tuple[str, Worst]] = []
-    refusals: list[str] = []
-
-    def test(number: int) -> None:
-        worst = _judged(number, subject, judge, refusals)
-        if worst is not None:
-            found.append((f"{CASE}:{number}", worst))
-            assert worst.ratio < 1
-
-    # versions differ in which there are
-    checks: list[Any] = list(hypothesis.HealthCheck)
-    settings = hypothesis.settings(
-        max_examples=subject.examples,
-        deadline=None,
-        database=None,
-        verbosity=hypothesis.Verbosity.quiet,
-        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
-        suppress_health_check=checks,
-    )
-    try:
-        with _temporary_home():
-            hypothesis.seed(subject.seed)(settings(hypothesis.given(st.integers(0, 2**31))(test)))()
-    except (AssertionError, hypothesis.errors.Flaky, ExceptionGroup):
-        # hypothesis replays the smallest failure last; a flaky failure may pass then, and counts all the same
-        yield [each for each in found if not each[1].ratio < 1][-1]
-        return
-    _not_too_many(refusals, len(found) + len(refusals))
-    yield max(found, key=lambda each: each[1].ratio)
-
-
-@contextmanager
-def _temporary_home() -> Iterator[None]:
-    """Keep hypothesis from writing its caches to the current folder."""
-    from hypothesis.configuration import set_hypothesis_home_dir
-
-    with TemporaryDirectory() as folder:
-        set_hypothesis_home_dir(folder)
-        try:
-            yield
-        finally:
-            set_hypothesis_home_dir(None)
+    yield from searched(subject, case, lambda each: _compare(each, subject))
 
 
 def _judged(number: int, subject: Subject, judge: Callable[[Drawn], Worst], refusals: list[str]) -> Worst | None:
@@ -124,12 +72,6 @@ def _judged(number: int, subject: Subject, judge: Callable[[Drawn], Worst], refu
         return None
     except Exception as error:
         return wrong(one_line(error))
-
-
-def _not_too_many(refusals: list[str], count: int) -> None:
-    """Raise UnsupportedProblemError if a backend refused too many of the problems."""
-    if len(refusals) > REFUSED_SHARE * count:
-        raise UnsupportedProblemError(f"{len(refusals)} of {count} drawn problems refused, the last: {refusals[-1]}")
 
 
 def numbered(case: str) -> int:
@@ -160,7 +102,9 @@ def searched(subject: Subject, case: str, judge: Callable[[Drawn], Worst]) -> Co
         yield f"{name}:{number}", worst
         if not worst.ratio < 1:
             return
-    _not_too_many(refusals, len(numbers))
+    if len(refusals) > REFUSED_SHARE * len(numbers):
+        last = f"the last: {refusals[-1]}"
+        raise UnsupportedProblemError(f"{len(refusals)} of {len(numbers)} drawn problems refused, {last}")
 
 
 def problem(seed: int, number: int, dtype: str) -> Drawn:

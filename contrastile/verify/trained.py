@@ -17,6 +17,7 @@ from contrastile.verify.losses.arguments import Arguments, stated
 from contrastile.verify.rounding import UNIT
 from contrastile.verify.trial import SkipError, Subject
 from contrastile.verify.truth import truth
+from contrastile.verify.worlds import Threads
 
 _ROWS, _WIDTH, _CHUNK = 23, 20, 5
 _COUNTS = [_CHUNK] * (_ROWS // _CHUNK) + [_ROWS % _CHUNK]
@@ -107,11 +108,12 @@ def _modes(batch: Batch) -> _Held:
         seen.append(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
         return batch.table[chunk]
 
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast(kind, dtype=dtype):
+    for dtype, there in ((torch.bfloat16, None), (torch.float16, None), (None, torch.bfloat16)):
+        with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
             value: Any = Cached(batch.loss, (encode, lambda chunk: batch.fixed[chunk]), _CHUNK)(*chunks, scale=10.0)
-        value.backward()
-        yield f"autocast to {dtype}, again outside of it", seen[-2 * len(_COUNTS) :] == [dtype] * 2 * len(_COUNTS)
+        with torch.autocast(kind, dtype=there, enabled=there is not None):
+            value.backward()
+        yield f"autocast to {dtype}, again to {there}", seen[-2 * len(_COUNTS) :] == [dtype] * 2 * len(_COUNTS)
     found = []
     for factor in (1.0, 2.0**14):
         towers = (lambda chunk, x=x: x[chunk].half() for x in (batch.table, batch.fixed))
@@ -284,9 +286,14 @@ def _search(batch: Batch) -> _Held:
     for tile in (7, None):
         _, numbers = retrieval.top_k(given[0], given[1], 3, tile=tile)
         yield "the nearest columns", np.array_equal(numbers.cpu(), nearest[:, :3])
-    fits = (of_rows[:, None] != of_columns) & (x <= own[:, None] - 1)
+    fits = (of_rows[:, None] != of_columns) & (x <= np.minimum(own - 1, own - np.abs(own) / 2)[:, None])
     mined = [[j for j in row if fits[i, j]][2:5] for i, row in enumerate(nearest)]
     named |= {"row_ids": torch.from_numpy(of_rows), "column_ids": torch.from_numpy(of_columns)}
-    named |= {"range_min": 2, "absolute_margin": 1.0}
+    named |= {"range_min": 2, "absolute_margin": 1.0, "relative_margin": 0.5}
     found = retrieval.mine_hard_negatives(given[0], given[1], 3, **named)
     yield "hard negatives", found.tolist() == [row + [-1] * (3 - len(row)) for row in mined]
+    shares = [[y[:9], z[:12]] for y, z in [given]] + [[y[9:], z[12:]] for y, z in [given]]
+    parts = Threads(2).run(lambda group: retrieval.ranks(*shares[group.rank], group=group, tile=7))
+    # a rank's rows have its own columns for positives
+    own = x[each, np.where(each < 9, each, each + 3)]
+    yield "ranks of two", np.array_equal(torch.cat(parts).cpu(), (x >= own[:, None]).sum(axis=1) - 1)

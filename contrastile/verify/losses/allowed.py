@@ -15,6 +15,7 @@ rounds that a backend does not, u being the state's unit roundoff:
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -31,7 +32,11 @@ from contrastile.verify.rearrange import scaled
 from contrastile.verify.rounding import UNDERFLOW, UNIT
 from contrastile.verify.truth import Outcome, column_blocks, truth
 
+_shared = lru_cache(maxsize=512)
+"""Many interfaces of a loss are called with the same arguments, for which the same is right."""
 
+
+@_shared
 def expected(case: LossCase, upstream: float = 1.0) -> Outcome:
     """The exact value and the exact gradients of the arguments; the value is not multiplied by ``upstream``."""
     exact = _exact(case, upstream)
@@ -43,6 +48,7 @@ def _exact(case: LossCase, upstream: float) -> Outcome:
     return scaled(of_arguments(case.oracle.outcome, case.claims.objective), upstream, GRADIENT)
 
 
+@_shared
 def allowed(case: LossCase, upstream: float = 1.0, spread: Spread | None = None) -> Outcome:
     """Absolute error bounds of ``expected``, of one process or of ranks that share the batch.
 

@@ -22,8 +22,8 @@ from contrastile.verify.losses.repeating import numbered
 from contrastile.verify.rounding import UNIT, round_to
 from contrastile.verify.trial import SkipError
 
-_SCALES = HIGH, HIGH - 0.4, 3.0, 0.07, -14.3
-_BIASES = -2.7, -3.1, 2.0, 0.3, -40.1
+_SCALES = HIGH, HIGH - 0.4, 3.0, -14.3
+_BIASES = -2.7, -3.1, 2.0, -40.1
 
 
 def leaves(trial: LossTrial) -> Comparisons:
@@ -63,7 +63,8 @@ def leaves(trial: LossTrial) -> Comparisons:
         for each in (call.leaves, call.numbers):
             each[:] = [made(x.detach()).requires_grad_(x.requires_grad) if hasattr(x, "detach") else x for x in each]
         call.passed = call.leaves
-        yield label, trial.compare(call.finish(call()), trial.fields)
+        one = trial.loss.arrays.full((), 1.0, state_dtype(case.dtype), call.leaves[0])
+        yield label, trial.compare(call.finish(call(), made(one)), trial.fields)
 
 
 def _of_other_types() -> dict[str, Callable[[Array], Array]]:
@@ -200,6 +201,8 @@ def _of_one_storage(trial: LossTrial) -> Comparisons:
         for label, views in _VIEWS.items():
             expected, given = views(base, b, d), views(memory, b, d)
             if expected[0].shape != expected[1].shape or claims.width(expected[0].shape[1]) != expected[0].shape[1]:
+                continue
+            if (b, d) == _LARGE and label != "one storage":
                 continue
             here = trial.other(replace(case, arguments=replace(case.arguments, features=expected)))
             call = here.call()

@@ -5,6 +5,7 @@ A loss has one weight for all pairs, so these cases vary what a caller varies: f
 
 from __future__ import annotations
 
+import pickle
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.oracle.arrays import FloatArray, float64
 from contrastile.schedules.problem import Problem
 from contrastile.verify.draws import FAR, TRAINED, Draw, Pairs, certain_pairs, pairs, unit, units, wordnet_pairs
-from contrastile.verify.losses.arguments import Arguments, stated
+from contrastile.verify.losses.arguments import Arguments, ByContent, stated
 from contrastile.verify.losses.claims import KEYWORDS, Claims
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Truth, truth
@@ -340,9 +341,9 @@ BATCHES = {
 """All cases, in the order in which they run."""
 
 
-@dataclass(frozen=True)
-class LossCase:
-    """A case of an objective.
+@dataclass(frozen=True, eq=False)
+class LossCase(ByContent):
+    """A case of an objective. Cases are equal where their truth and its bounds are, however a loss is called.
 
     Attributes:
         batch: the pairs it is made of.
@@ -357,6 +358,12 @@ class LossCase:
     arguments: Arguments
     claims: Claims
     facts: Accuracy | None = None
+
+    @cached_property
+    def content(self) -> tuple[Any, ...]:
+        claims = self.claims
+        stated = self.dtype, self.facts, self.state, claims.objective, claims.precision, claims.normalises
+        return *stated, pickle.dumps(self.arguments)
 
     @property
     def state(self) -> str:
@@ -376,10 +383,16 @@ class LossCase:
         weights = "float64" if self.facts is None else state_dtype(self.dtype)
         return stated(self.claims.objective, given, weights)
 
-    @cached_property
+    @property
     def oracle(self) -> Truth:
         """Its truth."""
-        return truth(self.problem)
+        return _truth(self)
+
+
+@lru_cache(maxsize=2)
+def _truth(case: LossCase) -> Truth:
+    """Its matrices may be large, so those of the last cases alone are held."""
+    return truth(case.problem)
 
 
 def concerns(name: str, prop: str, own: str | None, objective: str) -> bool:

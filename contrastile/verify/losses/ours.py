@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ _ARRAYS = (
     *("settings", "queues", "threads"),
 )
 _AUTOGRAD = ("value", "upstream", "leaves", "retained", "autocast", "settings")
+_CONVERTED = ("value", "upstream", "interleaved", "rewritten", "aliases", "inputs-kept", "strided", "leaks")
 _ONCE = ("repeats", "leaks", "sizes")
 _EVERY_DTYPE = ("value", "upstream", "autocast", "numbers", "inputs-kept", "strided", "interleaved", "aliases")
 """The properties that a dtype may change; the others hold in float32, and then in every dtype."""
@@ -40,6 +41,7 @@ class Interface:
         objectives: that have it; None for all.
         block: see ``Loss.block``.
         plain: whether its own arithmetic allows no more than the bounds of a plain computation.
+        any_dtype: whether it passes any dtype on: it is called in float32 alone.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Interface:
     objectives: tuple[str, ...] | None = None
     block: int | None = None
     plain: bool = False
+    any_dtype: bool = False
 
 
 def function(loss: Target, settings: dict[str, Any]) -> Target:
@@ -62,7 +65,11 @@ def both(loss: Target, settings: dict[str, Any]) -> Target:
 
     @functools.wraps(loss)
     def target(*args: Any, **kwargs: Any) -> Any:
+        for x in args:
+            if hasattr(x, "requires_grad_") and x.is_floating_point():
+                x.requires_grad_()
         value, gradients = computed(*args, **kwargs)
+        assert not any(getattr(x, "requires_grad", False) for x in (value, *gradients))
         return value, *gradients
 
     return target
@@ -94,7 +101,7 @@ def module(loss: Target, settings: dict[str, Any], *, trains: bool = True) -> Ta
     kind(world_size=2)
     kind(world_size=2, parameter_reduction="sum")
     group = settings.get("group")
-    place = {} if group is None else {"rank": group.rank, "world_size": group.size}
+    place: Any = {} if group is None else {"rank": torch.tensor(group.rank), "world_size": torch.tensor(group.size)}
     made = functools.cache(lambda **options: kind(**place, **settings, **options).train(trains))
 
     def target(image: Array, text: Array, scale: Any, bias: Any = None, **more: Any) -> Any:
@@ -107,6 +114,20 @@ def module(loss: Target, settings: dict[str, Any], *, trains: bool = True) -> Ta
         if shift is not None and trains and torch.is_grad_enabled():
             (gradient,) = torch.autograd.grad([*found.values()], shift, retain_graph=True, allow_unused=True)
             assert gradient is not None
+        return found
+
+    return target
+
+
+def captioned(loss: Target, settings: dict[str, Any]) -> Target:
+    """CoCa's module, beside a caption of one token and padding, which counts as nothing."""
+    from contrastile import nn
+
+    def target(image: Array, text: Array, scale: Any, *, ids: Any = None, weights: Any = None, **more: Any) -> Any:
+        logits, labels = image.new_tensor([[[0, 0, 0], [0, 0, 9]]]), image.new_tensor([[1, 2]]).long()
+        made = nn.CoCaLoss(2.0, 1.0, pad_id=2, **settings, **more)
+        found, caption = made(image, text, logits, labels, scale, ids=ids, weights=weights)
+        assert caption > 2, "padding counts: of a token it is twice log 3"
         return found
 
     return target
@@ -359,7 +380,7 @@ _STEP = ("value", "upstream", "leaves", "interleaved", "threads", "settings")
 _VALUE = (("feature_gradients", False), ("scale_gradient", False))
 _RETURNED = (("returns_gradients", True),)
 _NO_COLUMNS = (("negatives", False), ("positives", False))
-_PAIRS = ("clip_loss", "sigmoid_loss")
+_PAIRS, _ONE = ("clip_loss", "sigmoid_loss"), ("info_nce",)
 
 OF_ARRAYS = (
     Interface("value_and_grad", both, ("autocast", *_ARRAYS), _RETURNED),
@@ -369,55 +390,49 @@ OF_ARRAYS = (
 
 OF_TENSORS = (
     Interface("autograd", function, (*_AUTOGRAD, *_ARRAYS)),
-    Interface(f"values in blocks of {_BLOCK}", partial(blocked, both), ("interleaved",), _RETURNED, block=_BLOCK),
     Interface(
-        f"blocks of {_BLOCK}", partial(blocked, function), (*_AUTOGRAD, "interleaved", "aliases", "sizes"), block=_BLOCK
+        f"values in blocks of {_BLOCK}",
+        *(partial(blocked, both), ("interleaved",), _RETURNED, None, _BLOCK),
+        any_dtype=True,
     ),
-    Interface("torch.func.grad", functional, ("refusals",), (*_RETURNED, ("negatives", False))),
-    Interface("sup_con of keys", keys, (), (), ("info_nce",)),
-    Interface("a dispatch mode", dispatched, ("leaks",), _RETURNED),
+    Interface(f"blocks of {_BLOCK}", partial(blocked, function), (*_AUTOGRAD, "interleaved", "sizes"), block=_BLOCK),
+    Interface("torch.func.grad", functional, ("refusals",), (*_RETURNED, ("negatives", False)), any_dtype=True),
+    Interface("sup_con of keys", keys, (), (), _ONE, any_dtype=True),
+    Interface("a dispatch mode", dispatched, ("leaks",), _RETURNED, any_dtype=True),
     Interface("nn", module, (*_AUTOGRAD, "numbers", "interleaved", "threads"), (), _PAIRS),
-    Interface("nn in evaluation", partial(module, trains=False), ("leaves",), (), _PAIRS),
+    Interface("nn in evaluation", partial(module, trains=False), ("leaves",), (), _PAIRS, any_dtype=True),
+    Interface("CoCaLoss", captioned, (), (), ("clip_loss",), any_dtype=True),
 )
 """Of torch tensors alone."""
 
+OF_OTHERS = (replace(OF_TENSORS[0], properties=_CONVERTED),)
+"""Of torch tensors, of a backend on other arrays: what is above the backend is held with torch's own."""
+
+_own = partial(Interface, plain=True)
+_of_any_dtype = partial(_own, any_dtype=True)
+_CHUNKS = (*_RETURNED, *_NO_COLUMNS)
+_UNIT = (("normalises", True), ("ids", False), ("options", False))
+
 OF_TRAINING = (
-    Interface("cached_step", partial(stepped, _cached_step), (), (*_RETURNED, *_NO_COLUMNS), plain=True),
-    Interface("stream", partial(stepped, _streamed), (), (*_RETURNED, *_NO_COLUMNS), plain=True),
-    Interface("embed", partial(stepped, _embedded), (), (*_RETURNED, *_NO_COLUMNS), plain=True),
-    Interface("Cached", partial(cached, _cached), _STEP, (("retains", False), *_NO_COLUMNS), plain=True),
-    Interface("deep_distance", distance, (*_STEP, "numbers"), (("positives", False),), ("info_nce",), plain=True),
-    Interface("deep_distance that learns", learnt_distance, (), (*_RETURNED, *_NO_COLUMNS), ("info_nce",), plain=True),
+    _own("cached_step", partial(stepped, _cached_step), (), _CHUNKS),
+    _of_any_dtype("stream", partial(stepped, _streamed), (), _CHUNKS),
+    _of_any_dtype("embed", partial(stepped, _embedded), (), _CHUNKS),
+    _own("Cached", partial(cached, _cached), _STEP, (("retains", False), *_NO_COLUMNS)),
+    _own("deep_distance", distance, (*_STEP, "numbers"), (("positives", False),), _ONE),
+    _own("deep_distance that learns", learnt_distance, (), _CHUNKS, _ONE),
 )
 """Of ``contrastile.training``."""
 
 OF_INTEGRATIONS = (
-    Interface(
-        "ChunkedModel", partial(cached, _chunked_model), _STEP, (("retains", False), *_NO_COLUMNS), _PAIRS, plain=True
-    ),
-    Interface(
-        "ImageTextFeatures",
-        features,
-        ("leaves",),
-        (("normalises", True), ("ids", False), ("options", False)),
-        _PAIRS,
-        plain=True,
-    ),
-    Interface(
+    _own("ChunkedModel", partial(cached, _chunked_model), _STEP, (("retains", False), *_NO_COLUMNS), _PAIRS),
+    _own("ImageTextFeatures", features, ("leaves",), _UNIT, _PAIRS),
+    _of_any_dtype(
         "MultipleNegativesRankingLoss",
-        ranking,
-        (),
-        (("normalises", True), ("scale_gradient", False), ("ids", False), ("options", False), ("positives", False)),
-        ("clip_loss", "info_nce"),
-        plain=True,
+        *(ranking, (), (*_UNIT, ("scale_gradient", False), ("positives", False)), ("clip_loss", *_ONE)),
     ),
-    Interface(
+    _of_any_dtype(
         "CachedMultipleNegativesRankingLoss",
-        cached_ranking,
-        (),
-        (("normalises", True), ("scale_gradient", False), ("ids", False), ("options", False), *_RETURNED, *_NO_COLUMNS),
-        ("info_nce",),
-        plain=True,
+        *(cached_ranking, (), (*_UNIT, ("scale_gradient", False), *_CHUNKS), _ONE),
     ),
 )
 """Of ``contrastile.integrations``."""
@@ -438,25 +453,26 @@ def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Lo
     if library != "numpy" and subject.device == "cpu" and whole:
         groups.append(("numpy", OF_ARRAYS))
     if library != "torch" and importlib.util.find_spec("torch") is not None:
-        groups.append(("torch", OF_TENSORS[:1]))
+        groups.append(("torch", OF_OTHERS))
     if library == "torch":
         groups.append((library, OF_TENSORS))
         if subject.label in ("float32", "float64"):
             groups.insert(0, (library, (*OF_TRAINING, *(x for x in OF_INTEGRATIONS if installed(x)))))
-    once: tuple[str, ...] = _ONCE
+    # those of NumPy arrays are slow, and nothing above the backend is theirs alone
+    once: tuple[str, ...] = () if library == "numpy" else _ONCE
     for of, group in reversed(groups):
         for each in group:
             if each.objectives is not None and objective not in each.objectives:
                 continue
-            if each.make in (dispatched, functional, ranking, cached_ranking) and not whole:
-                # they pass any dtype on; at their first call a compiler or a library is imported, for seconds
+            if each.any_dtype and not whole:
                 continue
             # the function by autograd has what is costly, or value_and_grad where there is no autograd
-            held = (*each.properties, *(once if each.properties else ()))
-            once = () if each.properties else once
+            costly = bool(each.properties) and of == library
+            # some have a property in two of their groups
+            held, once = dict.fromkeys((*each.properties, *(once if costly else ()))), () if costly else once
             name = each.name if of == library else f"{each.name} of {_ARRAYS_OF[of]}"
-            held = held if whole else tuple(x for x in held if x in _EVERY_DTYPE)
-            yield each, of_interface(each, objective, subject, of, name), held
+            names = tuple(x for x in held if whole or x in _EVERY_DTYPE)
+            yield each, of_interface(each, objective, subject, of, name), names
 
 
 def of_interface(each: Interface, objective: str, subject: Subject, library: str, name: str, **more: Any) -> Loss:

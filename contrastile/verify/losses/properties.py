@@ -91,7 +91,9 @@ class LossTrial:
 
         with torch.inference_mode() if inference else torch.no_grad():
             call = self.call(train=self.train([]))
-            return call.finish(call())
+            returned = call()
+            assert not torch.is_grad_enabled()
+            return call.finish(returned)
 
     def train(self, leaves: Sequence[int]) -> list[bool]:
         """Which of features, negatives, scale and bias need a gradient."""
@@ -274,9 +276,9 @@ def sizes(trial: LossTrial) -> Comparisons:
     """Value and gradients are right at every size of a batch and of features."""
     claims, case = trial.loss.claims, trial.case
     batches, widths = (_BATCHES, _WIDTHS) if case.facts is None else (_FEW_BATCHES, _FEW_WIDTHS)
-    if case.facts is not None and case.dtype == "float32" and claims.by_autograd:
-        # of two views there are twice as many rows
-        batches = *batches, _LARGEST_BATCH // (1 + (claims.objective == "nt_xent"))
+    many = claims.objective in ("clip_loss", "sup_con") and claims.by_autograd
+    if case.facts is not None and case.dtype == "float32" and many:
+        batches = *batches, _LARGEST_BATCH
     if trial.loss.block is not None:
         batches = tuple(b for b in batches if b <= 5 * trial.loss.block)
     wished = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -144,6 +145,10 @@ def settings(trial: LossTrial) -> Comparisons:
             trial.other(numbered(case, 900.0, case.arguments.bias or 0.0)).run()
     if threads:
         sys.modules["torch"].set_num_threads(threads)
+    if threads and case.facts is not None:
+        # where the caller's own tensors go, unless they say it
+        with sys.modules["torch"].device("meta"):
+            yield "another default device", trial.compare(trial.run(), trial.fields)
     yield "", NOTHING if changed is None else wrong(changed)
 
 
@@ -199,12 +204,13 @@ def leaks(trial: LossTrial) -> Comparisons:
         raise SkipError("needs a batch of 64 rows")
     many_rows = trial.resized(b, trial.case.batch.width)
 
-    def step() -> None:
+    def step() -> weakref.ref[Array]:
         call = many_rows.call()
         call.finish(call())
+        return weakref.ref(call.leaves[0])
 
     # first calls fill caches
-    peak.repeated(step, 2)
+    first, _ = step(), step()
     few, many = (
         peak.peak_bytes(trial.loss.arrays.name, trial.device, partial(peak.repeated, step, times)) for times in (1, 5)
     )
@@ -213,6 +219,7 @@ def leaks(trial: LossTrial) -> Comparisons:
     yield "5 calls", Worst(many / limit, "bytes", (), many, limit)
     # what is there already need not be searched each time
     gc.collect()
+    yield "features of the first call", NOTHING if first() is None else wrong("they are held")
     gc.freeze()
     held = sys.maxsize
     try:

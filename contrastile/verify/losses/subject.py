@@ -161,7 +161,7 @@ class Call:
             raise AssertionError("labels, ids or positives must be left as they are, got other ones after the call")
         return self.returned
 
-    def finish(self, returned: Any, upstream: float | None = None, *, retain: bool = False) -> Result:
+    def finish(self, returned: Any, upstream: Any = None, *, retain: bool = False) -> Result:
         """The value and the gradients: those that were returned, or autograd's, which adds to those before."""
         returned = list(returned.values()) if isinstance(returned, dict) else returned
         value, *gradients = returned if isinstance(returned, tuple | list) else (returned,)
@@ -171,7 +171,8 @@ class Call:
             if not hasattr(value, "backward"):
                 raise TypeError(f"a loss must return a torch tensor, got {type(value).__name__}; see claims for others")
             if any(getattr(x, "requires_grad", False) for x in (*self.leaves, *self.numbers)):
-                (value if upstream is None else upstream * value).backward(retain_graph=retain)
+                of, arriving = (upstream * value, None) if isinstance(upstream, float) else (value, upstream)
+                of.backward(arriving, retain_graph=retain)
             gradients = [getattr(x, "grad", None) for x in (*self.leaves, *self.numbers)]
         elif gradients:
             # of the negatives none is returned

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import contrastile
 from contrastile.verify.losses import Claims, Loss, check
+from contrastile.verify.losses.allowed import rounded_once
 from contrastile.verify.losses.cases import BATCHES, build, concerns
 from contrastile.verify.losses.claims import KEYWORDS
 from contrastile.verify.losses.claims import OBJECTIVES as OBJECTIVE_NAMES
@@ -254,3 +255,15 @@ def test_every_case_says_what_it_catches_and_is_drawn_the_same_way_twice():
             np.testing.assert_array_equal(a, b)
             assert a.shape[1] == batch.width
         assert first.arguments.features[0].shape[0] == batch.rows
+
+
+def test_cases_are_equal_where_the_same_is_right():
+    first, same = (build("ragged", "float32", Claims(scale_gradient=learns)) for learns in (True, False))
+    assert first is not same
+    assert (first, hash(first)) == (same, hash(same))
+    others = {"objective": "info_nce", "normalises": True, "state": "float64", "precision": "tf32"}
+    for name, value in others.items():
+        assert first != build("ragged", "float32", Claims(**{name: value}))
+    assert first != build("ragged", "float64", Claims())
+    assert first != build("hot", "float32", Claims())
+    assert first != build("ragged", "float32", Claims(), rounded_once(first))
