@@ -36,7 +36,7 @@ class Keeping:
         self.seen: list[int | None] = []
         self.asked: list[str] = []
         self.backend: Backend = replace(
-            TORCH, lse=self.lse, keeping=self.keeping, finished=self.finished, diagonal=None
+            TORCH, lse=self.lse, keeping=self.keeping, finished=self.finished, whole=None
         )
 
     def lse(self, block: Block, columns: bool, options: Options) -> Statistics:
