@@ -316,12 +316,6 @@ SigmoidFunction = Callable[[Block, Array, "Array | None", "Array | None", Option
 FinishedFunction = Callable[[Block, Weights, "Array | None", "ColumnForm | None", Options], Finished]
 
 
-WholeLoss = Callable[[Any, Array, "Array | None", Array, "Array | None"], "tuple[Array, Sequence[Array]] | None"]
-WholeGradients = Callable[
-    [Any, Array, "Array | None", Array, "Sequence[Array]", "Array | None", Any], "Sequence[Array | None] | None"
-]
-
-
 @dataclass(frozen=True, slots=True)
 class Whole:
     """A whole loss that is small and has no options, where primitives take several times as long as their numbers.
@@ -340,8 +334,8 @@ class Whole:
     """
 
     takes: Callable[[Any, str, str, Options], bool]
-    loss: WholeLoss
-    gradients: WholeGradients
+    loss: Callable[..., tuple[Array, Sequence[Array]] | None]
+    gradients: Callable[..., Sequence[Array | None] | None]
 
 
 FootprintFunction = Callable[[int, int, int, str, str, Options], Footprint]

@@ -161,7 +161,7 @@ def gradients(
     if wanted.rows or wanted.scale:
         d_rows = _product(g, columns)
         if wanted.scale:
-            d_scale = (rows * d_rows).sum(1).sum(dtype=torch.float64).div_(number).to(scale.dtype)
+            d_scale = scale.new_full((), float((rows * d_rows).sum(1).sum(dtype=torch.float64)) / number)
         d_rows = _as(rows.dtype, d_rows) if wanted.rows else None
     if any(wanted.columns):
         d_columns = _as(rows.dtype, _product(g.t(), rows))
