@@ -104,7 +104,7 @@ def _against_themselves(
     among = x * matched
     positives, sums = among.sum(1), x.sub_(among).sum(1)
     shares, each = (sums + positives).reciprocal_(), (sums / positives).log1p_()
-    loses = shares * sums
+    loses, total = shares * sums, 1
     if labels is not None:
         counted, several = count.gt(0), count.gt(1)
         total = int(counted.sum())
@@ -112,11 +112,11 @@ def _against_themselves(
             return None
         # of a lone positive there is no spread; a row without one has no loss
         spread = (positives.double().log2_() - logits / count).clamp_min_(0.0)
-        each = torch.where(counted, each.double().addcmul_(spread, several, value=1.0 / LOG2_E), 0.0).div_(total)
-        loses = torch.where(several, count.reciprocal(), loses).div_(total)
-        shares = torch.where(counted, shares, 0.0).div_(total)
+        each = torch.where(counted, each.double().addcmul_(spread, several, value=1.0 / LOG2_E), 0.0)
+        loses = torch.where(several, count.reciprocal(), loses)
+        shares = torch.where(counted, shares, 0.0)
         x.addcmul_(among, several.unsqueeze(1))
-    return _value(x, each, problem.whole), (torch.stack((shares, loses)), x, matched)
+    return _value(x, each, problem.whole / total), (torch.stack((shares, loses)).div_(total), x, matched)
 
 
 def gradients(
