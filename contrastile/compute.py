@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary, transfer
-from contrastile.backends.contract import Array, Backend, Diagonal, Options
+from contrastile.backends.contract import Array, Backend, Options, Whole
 from contrastile.backends.objectives import STATISTICS
 from contrastile.plan import Plan
 from contrastile.schedules import (
@@ -34,8 +34,8 @@ from contrastile.schedules.sums import gradients_over_ranks, phase
 Found = Sequence[Any]
 """Arrays of the caller's library; None for those that were not asked for."""
 
-DIAGONAL = 3
-"""How many arrays ``contract.Diagonal`` leaves: no schedule of a softmax loss leaves so few."""
+_WHOLE = {"softmax": 3, "sigmoid": 1}
+"""How many arrays ``contract.Whole`` leaves: no schedule of a loss of this kind leaves so few."""
 
 _ALONE = nullcontext()
 
@@ -135,13 +135,17 @@ def may_be_replayed(plan: Plan) -> bool:
     return fits(rows, count if problem.columns else (count + 1) // 2)
 
 
-def diagonal_of(problem: Problem, arrays: ArrayLibrary, backend: Backend, options: Options) -> Diagonal | None:
-    """The backend's ``diagonal`` if it computes a problem, of this library's arrays; else None."""
-    if backend.diagonal is None or not problem.diagonal:
+def is_whole(problem: Problem, state: Found) -> bool:
+    """Whether a loss has left what ``contract.Whole`` leaves."""
+    return len(state) == _WHOLE.get(problem.kind)
+
+
+def whole_of(problem: Problem, arrays: ArrayLibrary, backend: Backend, options: Options) -> Whole | None:
+    """The backend's ``whole`` if it computes a problem, of this library's arrays; else None."""
+    if backend.whole is None or problem.whole is None or not problem.traceable:
         return None
-    rows = problem.rows
-    takes = backend.diagonal.takes(rows.shape[0], arrays.dtype(rows), arrays.device(rows), options)
-    return backend.diagonal if takes else None
+    takes = backend.whole.takes(problem, arrays.dtype(problem.rows), arrays.device(problem.rows), options)
+    return backend.whole if takes else None
 
 
 def _module(problem: Problem) -> ModuleType:
@@ -173,13 +177,11 @@ def problem_loss(
     with _ALONE if placement is None else phase(placement):
         if placement is not None:
             problem = scalars.compared(problem, backend.arrays)
-        if problem.kind == "softmax":
-            diagonal = diagonal_of(problem, backend.arrays, backend, options)
-            if diagonal is not None and problem.equal is not None:
-                given = problem.rows, problem.columns[0], problem.scale, problem.equal.number
-                both = diagonal.loss(*given, problem.column_weight is not None)
-                if both is not None:
-                    return both
+        whole = whole_of(problem, backend.arrays, backend, options)
+        if whole is not None:
+            both = whole.loss(problem, problem.rows, problem.others, problem.scale, problem.bias)
+            if both is not None:
+                return both
         if problem.kind != "sigmoid":
             found: local.Forward = module.forward(problem, backend, options, wanted=wanted)
             value = found.loss if problem.smoothing is None else beside.value(problem, found.loss, backend.arrays)
@@ -213,16 +215,15 @@ def problem_gradients(
     with _ALONE if placement is None else phase(placement, wanted):
         if problem.kind == STATISTICS:
             problem, upstream = problem.with_bars(upstream), None
+        if is_whole(problem, state):
+            assert backend.whole is not None
+            whole = backend.whole.gradients(problem, rows, problem.others, scale, state, upstream, wanted)
+            if whole is not None:
+                d_rows, d_scale, d_bias, *columns = whole
+                return local.Gradients(d_rows, tuple(columns[: len(problem.columns)]), d_scale, d_bias)
+            state = problem_loss(replace(problem, whole=None), backend, options, wanted)[1]
         if problem.kind == "sigmoid" and placement is None and problem.blocking is None:
             return local.gradients_from_sums(rows, scale, local.Sums.of(state), upstream, wanted, arrays)
-        if problem.kind == "softmax" and len(state) == DIAGONAL:
-            assert backend.diagonal is not None
-            assert problem.equal is not None
-            wants, given = (wanted.rows, wanted.columns[0], wanted.scale), (rows, problem.columns[0], scale)
-            three = backend.diagonal.gradients(*given, problem.equal.number, state, upstream, wants)
-            if three is not None:
-                return local.Gradients(three[0], (three[1],), three[2], None)
-            state = local.forward(problem, backend, options).state
         one = arrays.full((), 1.0, arrays.dtype(scale), scale) if upstream is None else upstream
         if problem.kind != "sigmoid":
             saved = local.Forward.of(state)

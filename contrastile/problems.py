@@ -17,7 +17,7 @@ from contrastile.backends.objectives import STATISTICS
 from contrastile.forms import form_of, threshold_of
 from contrastile.schedules.handshake import ALONE, Handshake
 from contrastile.schedules.local import Gradients, both_sides
-from contrastile.schedules.problem import EqualPairs, Problem
+from contrastile.schedules.problem import Problem
 
 Array = Any
 
@@ -59,8 +59,7 @@ def clip(
     same = None if ids is None else check.integers("ids", ids, m, "pair", arrays, rows)
     factor = check.scalar("scale", scale, arrays, state, rows)
     met = world.meet(arrays, rows, (columns,), (scale, factor), loss="clip_loss", ids=ids is not None, **agreed)
-    pairs = _equal(check, arrays, 0.5 / met.rows, met.start, met.start + m, state, rows)
-    weight, target, positives = pairs.weight, pairs.target, pairs.positives
+    u, weight, target, positives = _equal(check, arrays, 0.5 / met.rows, met.start, met.start + m, state, rows)
     if weights is not None:
         weight = _shares(world, arrays, check.floats("weights", weights, m, "pair", arrays, rows), state, 0.5)
     if ids_are == "positives":
@@ -78,7 +77,7 @@ def clip(
         row_ids=same,
         column_ids=same,
         placement=met.placement,
-        equal=pairs,
+        whole=u if same is None and not agreed else None,
         row_limits=limits,
         column_limits=limits,
         **form,
@@ -134,8 +133,8 @@ def info_nce(
         row_ids=row_ids is not None,
         **agreed,
     )
-    pairs = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
-    weight, target = pairs.weight, pairs.target
+    u, weight, target, own = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
+    plain = where is rows_of is None and not agreed and len(columns) == 1
     if weights is not None or of_ids:
         each = None if weights is None else check.floats("weights", weights, m, "query", arrays, rows)
         if of_ids:
@@ -147,7 +146,7 @@ def info_nce(
     if where is not None:
         factor = _of_known(world, arrays, where, met.columns, factor)
     elif not of_ids:
-        where = pairs.positives
+        where = own
     problem = Problem(
         rows=rows,
         columns=tuple(columns),
@@ -158,7 +157,7 @@ def info_nce(
         row_ids=rows_of,
         column_ids=of_columns,
         placement=met.placement,
-        equal=pairs,
+        whole=u if plain else None,
         row_limits=None if limit is None else limit.of(arrays, rows, columns[0], factor),
         **form,
     )
@@ -183,8 +182,7 @@ def nt_xent(
     m, state = view_a.shape[0], state_dtype(arrays.dtype(views))
     factor = check.scalar("scale", scale, arrays, state, views)
     met = world.meet(arrays, views, (views,), (scale, factor), loss="nt_xent", **agreed)
-    pairs = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + 2 * m, state, views)
-    itself, weight = pairs.positives, pairs.weight
+    u, weight, target, itself = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + 2 * m, state, views)
     if weights is not None:
         weight = _shares(
             world, arrays, arrays.concat([check.floats("weights", weights, m, "sample", arrays, views)] * 2), state
@@ -194,10 +192,11 @@ def nt_xent(
         columns=(),
         scale=factor,
         row_weight=weight,
-        row_target=pairs.target,
+        row_target=target,
         positives=check.once("partners", lambda: arrays.concat([itself[m:], itself[:m]])),
         excluded=itself,
         placement=met.placement,
+        whole=None if agreed else u,
         **form,
     )
 
@@ -259,6 +258,7 @@ def sup_con(
         row_ids=labels,
         column_ids=labels,
         placement=met.placement,
+        whole=1.0 if weights is None and form["kind"] == "softmax" and form["margin"] is None else None,
         **form,
     )
 
@@ -291,8 +291,7 @@ def sigmoid(
     added = check.scalar("bias", bias, arrays, state, rows)
     numbers = (scale, factor), (bias, added)
     met = world.meet(arrays, rows, (columns,), *numbers, loss="sigmoid_loss", ids=ids is not None, **agreed)
-    pairs = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
-    weight = pairs.weight
+    u, weight, target, own = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
     if weights is not None:
         weight = _shares(world, arrays, check.floats("weights", weights, m, "image", arrays, rows), state)
     problem = Problem(
@@ -301,11 +300,12 @@ def sigmoid(
         scale=factor,
         bias=added,
         row_weight=weight,
-        row_target=pairs.target,
-        positives=None if ids_are == "positives" else pairs.positives,
+        row_target=target,
+        positives=None if ids_are == "positives" else own,
         row_ids=same,
         column_ids=same,
         placement=met.placement,
+        whole=u if same is None and not agreed else None,
         **{**form, "kind": "sigmoid"},
     )
     return LossProblem(
@@ -447,8 +447,14 @@ def _targets(
 
 def _equal(
     check: Any, arrays: ArrayLibrary, number: float, start: int, stop: int, dtype: str, like: Array
-) -> EqualPairs:
-    found: EqualPairs = check.once("pairs", lambda: EqualPairs.of(arrays, number, start, stop, dtype, like))
+) -> Sequence[Any]:
+    """A number, weights of it, targets of 1, and positives in a row: columns ``start`` to ``stop`` - 1."""
+
+    def made() -> Sequence[Any]:
+        of = [arrays.full((stop - start,), value, dtype, like) for value in (number, 1.0)]
+        return number, *of, arrays.arange(start, stop, like)
+
+    found: Sequence[Any] = check.once("pairs", made)
     return found
 
 

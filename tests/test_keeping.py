@@ -35,9 +35,7 @@ class Keeping:
         self.left: list[weakref.ref[Any]] = []
         self.seen: list[int | None] = []
         self.asked: list[str] = []
-        self.backend: Backend = replace(
-            TORCH, lse=self.lse, keeping=self.keeping, finished=self.finished, diagonal=None
-        )
+        self.backend: Backend = replace(TORCH, lse=self.lse, keeping=self.keeping, finished=self.finished, whole=None)
 
     def lse(self, block: Block, columns: bool, options: Options) -> Statistics:
         self.asked.append("lse")

@@ -2,7 +2,7 @@
 
 ``Loss`` serves eager calls without an operator's dispatch, which costs the host more than a small batch takes to
 compute. Its value is known before it is called; its gradients come from a plan (``PlannedBackward``) or from what a
-signature binds (``Diagonal``). ``FunctionalLoss`` serves transforms, which need every tensor among the arguments and
+signature binds (``BoundLoss``). ``FunctionalLoss`` serves transforms, which need every tensor among the arguments and
 the results, at twice the cost. Forward mode, gradients of gradients and a map over calls raise an error.
 """
 
@@ -22,6 +22,7 @@ from contrastile.autograd import operators
 from contrastile.backends import contract, eager
 from contrastile.plan import Plan
 from contrastile.schedules import local
+from contrastile.schedules.problem import Problem
 
 _C: Any = torch._C
 # absent from a torch that has other names for them: then every call goes through the operators
@@ -46,15 +47,21 @@ def tangents(tensors: Iterable[Tensor | None]) -> bool:
 def eager_loss(plan: Plan, *, grad: bool) -> Tensor:
     """The loss of an eager call; ``grad`` says whether a graph is recorded."""
     problem = plan.problem
+    given, wanted = _asked(problem, grad=grad)
+    value, *state = _unrecorded(grad, compute.loss, plan, wanted)
+    if wanted is None:
+        return cast("Tensor", value)
+    # arrays are saved, and not held: autograd tells when one was written to, and frees them
+    form, needed = (plan.without_arrays(), problem.arrays()) if compute.is_whole(problem, state) else plan.parted()
+    return _recorded(PlannedBackward(form, wanted), value, (*state, *needed), given)
+
+
+def _asked(problem: Problem, *, grad: bool) -> tuple[Sequence[Any], local.Wanted | None]:
+    """What a loss is differentiable in, and which gradients will be asked for; None for none."""
     given = problem.rows, problem.scale, problem.bias, *problem.columns
     rows, scale, bias, *columns = needs = [grad and x is not None and x.requires_grad for x in given]
     wanted = local.Wanted(rows, tuple(columns), scale, bias)
-    value, *state = _unrecorded(grad, compute.loss, plan, wanted if any(needs) else None)
-    if not any(needs):
-        return cast("Tensor", value)
-    # arrays are saved, and not held: autograd tells when one was written to, and frees them
-    form, needed = plan.parted()
-    return _recorded(PlannedBackward(form, wanted), value, (*state, *needed), given)
+    return given, wanted if any(needs) else None
 
 
 def _unrecorded(grad: bool, compute: Callable[..., Any], *args: Any) -> Any:
@@ -66,7 +73,7 @@ def _unrecorded(grad: bool, compute: Callable[..., Any], *args: Any) -> Any:
         torch._C._set_grad_enabled(grad)
 
 
-def _recorded(backward: PlannedBackward | Diagonal, value: Any, saved: Sequence[Any], given: Sequence[Any]) -> Tensor:
+def _recorded(backward: PlannedBackward | BoundLoss, value: Any, saved: Sequence[Any], given: Sequence[Any]) -> Tensor:
     """The value as a loss of the tensors that were given; ``backward`` computes their gradients from what is saved."""
     # a tuple: autograd would take a tensor among the arguments for one that the loss depends on
     return cast("Tensor", cast("Any", Loss).apply(backward, (value,), saved, *given))
@@ -84,7 +91,7 @@ class Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, backward: PlannedBackward | Diagonal, value: tuple[Tensor], saved: Sequence[Any], *given: Any
+        ctx: Any, backward: PlannedBackward | BoundLoss, value: tuple[Tensor], saved: Sequence[Any], *given: Any
     ) -> Tensor:
         """The loss; ``given`` are the rows, the scale, the bias and the column blocks."""
         ctx.computes = backward
@@ -118,56 +125,56 @@ class PlannedBackward:
         plan = self.plan.with_arrays(arrays)
         if not is_seen(upstream):
             return compute.gradients(plan, state, upstream, wanted)
-        if len(state) == compute.DIAGONAL and plan.problem.kind == "softmax":
+        if compute.is_whole(plan.problem, state):
             # an operator knows the primitives' state alone
-            plan = replace(plan, problem=replace(plan.problem, equal=None))
-            state = _unrecorded(torch.is_grad_enabled(), compute.loss, plan)[1:]
+            plan = replace(plan, problem=replace(plan.problem, whole=None), form=None)
+            state = _unrecorded(torch.is_grad_enabled(), compute.loss, plan, wanted)[1:]
+            plan, arrays = plan.parted()
         function: Any = LossGradients
         given = function.apply(plan.without_arrays(), wanted, upstream, *state, *arrays)
         return operators.only((wanted.rows, wanted.scale, wanted.bias, *wanted.columns), given)
 
 
-class Diagonal:
-    """A backend's ``contract.Diagonal``, bound to a call signature: it is called with arrays alone.
+class BoundLoss:
+    """A backend's ``contract.Whole``, bound to a call signature: it is called with arrays alone.
 
     Args:
-        backend: the backend's.
-        plan: of a call of the signature; its features and its scale are the arguments of every other.
+        whole: the backend's.
+        plan: of a call of the signature; its features, scale and bias are the arguments of every other.
+        again: gives the plan of other arguments.
     """
 
-    def __init__(self, backend: contract.Diagonal, plan: Plan) -> None:
+    def __init__(self, whole: contract.Whole, plan: Plan, again: Callable[[Sequence[Any]], Plan]) -> None:
         problem = plan.problem
-        assert problem.equal is not None
-        self._backend, self._weight, self._two_sided = backend, problem.equal.number, problem.column_weight is not None
-        rows, columns, scale = (x.requires_grad for x in (problem.rows, problem.columns[0], problem.scale))
-        self._wanted = local.Wanted(rows, (columns,), scale)
-        # vectors of the signature alone
-        empty = replace(problem, rows=None, columns=(None,), scale=None)
-        self._plan = replace(plan, problem=empty, form=None)
+        self._whole, self._again, self._bias = whole, again, problem.bias is not None
+        _, self._wanted = _asked(problem, grad=True)
+        # no features are held
+        self._problem = replace(problem, rows=None, columns=(None,) * len(problem.columns), scale=None, bias=None)
 
     def loss(self, given: Sequence[Any], *, grad: bool) -> Tensor | None:
-        """The loss of rows, columns and scale; None where it is to be computed otherwise."""
-        rows, columns, scale, *_ = given
-        found = _unrecorded(grad, self._backend.loss, rows, columns, scale, self._weight, self._two_sided)
+        """The loss of the signature's arguments; None where it is to be computed otherwise."""
+        rows, others, scale, *rest = given
+        bias = rest[0] if self._bias else None
+        found = _unrecorded(grad, self._whole.loss, self._problem, rows, others, scale, bias)
         if found is None:
             return None
         value, state = found
-        wanted = self._wanted
-        if not (grad and (wanted.rows or wanted.scale or wanted.columns[0])):
+        if not grad or self._wanted is None:
             return cast("Tensor", value)
-        return _recorded(self, value, (*state, rows, columns, scale), (rows, scale, None, columns))
+        return _recorded(self, value, (*state, rows, others, scale, bias), (rows, scale, bias, others))
 
     def gradients(self, saved: Sequence[Any], upstream: Tensor) -> compute.Found:
         """See ``PlannedBackward.gradients``."""
-        *state, rows, columns, scale = saved
-        wanted = self._wanted
+        *state, rows, others, scale, bias = saved
+        assert self._wanted is not None
         if not is_seen(upstream):
-            wants = wanted.rows, wanted.columns[0], wanted.scale
-            found = self._backend.gradients(rows, columns, scale, self._weight, state, upstream, wants)
+            found = self._whole.gradients(self._problem, rows, others, scale, state, upstream, self._wanted)
             if found is not None:
-                return found[0], found[2], None, found[1]
-        plan = replace(self._plan, problem=replace(self._plan.problem, rows=rows, columns=(columns,), scale=scale))
-        return PlannedBackward(plan.without_arrays(), wanted).gradients((*state, *plan.problem.arrays()), upstream)
+                return found
+        plan = self._again((rows, others, scale, bias)[: 3 + self._bias])
+        planned = PlannedBackward(plan.without_arrays(), self._wanted)
+        # labels have none
+        return (*planned.gradients((*state, *plan.problem.arrays()), upstream), None)[:4]
 
 
 def _parted(plan: Plan, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

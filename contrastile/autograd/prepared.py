@@ -36,24 +36,17 @@ Make = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
 class Prepared:
     """A signature's checks, constant vectors and choices, from the plan of its first call."""
 
-    def __init__(self, plan: Plan, args: Sequence[Any]) -> None:
+    def __init__(self, plan: Plan, build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         known = Known(plan.library, plan.problem.rows.dtype)
-        if plan.problem.equal is not None:
-            known.made["pairs"] = plan.problem.equal
         self._world = Handshake(known=known)
         form, _ = plan.parted()
         self._settings = plan.name, plan.options, plan.library, False, form
-        self.diagonal = self._bound(plan, args)
-
-    @staticmethod
-    def _bound(plan: Plan, args: Sequence[Any]) -> functions.Diagonal | None:
-        """The bound ``Diagonal`` that takes the loss's first three arguments as they are; None where there is none."""
-        problem, backend = plan.problem, plan.backend
-        taken = problem.rows, *problem.columns, problem.scale
-        if not all(x is y for x, y in zip(taken, args, strict=False)):
-            return None
-        diagonal = compute.diagonal_of(problem, plan.library, backend, plan.options)
-        return None if diagonal is None else functions.Diagonal(diagonal, plan)
+        self.bound: functions.BoundLoss | None = None
+        problem, whole = plan.problem, compute.whole_of(plan.problem, plan.library, plan.backend, plan.options)
+        given = problem.rows, problem.others, problem.scale, problem.bias
+        # its arguments are the problem's arrays as they are
+        if whole is not None and all(x is y for x, y in zip(given, (*args, None), strict=False)):
+            self.bound = functions.BoundLoss(whole, plan, lambda args: self.plan(build, args, kwargs))
 
     def plan(self, build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         """The plan of another call.
@@ -124,13 +117,13 @@ class Calls:
         plan = None
         if prepared is None:
             plan = make(build, settings, args, kwargs)[0]
-            prepared = Prepared(plan, args)
+            prepared = Prepared(plan, build, args, kwargs)
             with self._changing:
                 if len(self.prepared) >= MOST:
                     del self.prepared[next(iter(self.prepared))]
                 self.prepared[key] = prepared
-        if prepared.diagonal is not None:
-            loss = prepared.diagonal.loss(args, grad=grad)
+        if prepared.bound is not None:
+            loss = prepared.bound.loss(args, grad=grad)
             if loss is not None:
                 return loss
         return functions.eager_loss(plan or prepared.plan(build, args, kwargs), grad=grad)

@@ -6,7 +6,6 @@ float64, so that a mean over millions of rows costs no accuracy.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,8 +13,8 @@ from typing import Any
 
 from contrastile.backends import crossing
 from contrastile.backends.eager import imported
-from contrastile.backends.objectives import SOFTMAX, added, reciprocal_of_count
-from contrastile.backends.pairs import difference, head, merged_pairs
+from contrastile.backends.objectives import SOFTMAX, added
+from contrastile.backends.pairs import merged_pairs
 
 Array = Any
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -270,23 +269,6 @@ class TorchArrays(ArrayLibrary):
 
     def total(self, x: Array) -> Array:
         return x.sum(dtype=self.module.float64)
-
-    def loss(self, dtype: str, *sides: Sequence[Array]) -> Array:
-        return added(self, [self._nll(*side) for side in sides], dtype)
-
-    def _nll(self, n: Array, p: Array, s: Array, weight: Array, t: Array) -> Array:
-        if t.device.type == "cpu" and t.shape[0]:
-            least, most = map(float, self.module.aminmax(t))
-            # every row has a target: where the sum is finite, nothing is missing and nothing is to be silenced
-            if least > 0:
-                nll = self.softplus(difference(n, p))
-                # of lone positives P - t S is nothing
-                if not (least == most == 1 and p is s):
-                    nll = (head(p) - reciprocal_of_count(self, t) * head(s)).clamp_min_(0.0).add_(nll)
-                found = nll.dot(weight.double())
-                if math.isfinite(float(found)):
-                    return found
-        return SOFTMAX.total(self, n, p, s, weight, t)
 
     def inner(self, a: Array, b: Array) -> Array:
         # no bmm, which would follow a global tf32 switch

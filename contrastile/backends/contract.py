@@ -316,29 +316,26 @@ SigmoidFunction = Callable[[Block, Array, "Array | None", "Array | None", Option
 FinishedFunction = Callable[[Block, Weights, "Array | None", "ColumnForm | None", Options], Finished]
 
 
-DiagonalLoss = Callable[[Array, Array, Array, float, bool], "tuple[Array, Sequence[Array]] | None"]
-DiagonalGradients = Callable[
-    [Array, Array, Array, float, "Sequence[Array]", "Array | None", "tuple[bool, bool, bool]"],
-    "tuple[Array | None, Array | None, Array | None] | None",
-]
-
-
 @dataclass(frozen=True, slots=True)
-class Diagonal:
-    """A whole softmax loss where row i's one positive is column i, nothing is left out, and all weights are equal.
+class Whole:
+    """A whole loss that is small and has no options, where primitives take several times as long as their numbers.
+
+    It is of ``schedules.problem.Problem``, whose ``whole`` says which losses are meant.
 
     Attributes:
-        takes: ``takes(m, dtype, device, options)``: whether it computes such losses of m pairs.
-        loss: ``loss(rows, columns, scale, weight, two_sided)``: its value, 0-d in the state dtype, and the
-            three arrays that ``gradients`` needs; None where the schedule is to compute it from the primitives.
-        gradients: ``gradients(rows, columns, scale, weight, state, upstream, wants)`` of upstream x loss for the rows,
-            the columns and the scale, each None where ``wants`` has False for it; the state stays as it is. None where
-            the schedule is to start again from the primitives.
+        takes: ``takes(problem, dtype, device, options)``: whether it computes such losses.
+        loss: ``loss(problem, rows, others, scale, bias)``: the loss of these arrays, 0-d in the state dtype, and what
+            ``gradients`` needs: three arrays, one of a sigmoid loss. None where the schedule is to compute it from
+            the primitives. ``others`` are the problem's; of the problem itself only what is no array is read, and
+            positives.
+        gradients: ``gradients(problem, rows, others, scale, state, upstream, wanted)`` of upstream x loss for the rows,
+            the scale, the bias and the columns, each None where it is not ``schedules.local.Wanted``; the state stays
+            as it is. None where the schedule is to start again from the primitives.
     """
 
-    takes: Callable[[int, str, str, Options], bool]
-    loss: DiagonalLoss
-    gradients: DiagonalGradients
+    takes: Callable[[Any, str, str, Options], bool]
+    loss: Callable[..., tuple[Array, Sequence[Array]] | None]
+    gradients: Callable[..., Sequence[Array | None] | None]
 
 
 FootprintFunction = Callable[[int, int, int, str, str, Options], Footprint]
@@ -398,7 +395,7 @@ class Backend:
         footprint: None, or ``footprint(m, n, width, dtype, device, options)``, the memory that a block of m rows and n
             columns takes: what ``contrastile plan`` adds up.
         contract: the number of the contract that it is written for, 2; ``registry.load`` refuses any other.
-        diagonal: None, or the whole of a small common loss in fewer operations: see ``Diagonal``.
+        whole: None, or the whole of a small common loss in fewer operations: see ``Whole``.
         compensated: whether statistics are (m, 2) where the state is float64: see ``SideStatistics``.
         limits: whether it takes pairs with limits; any other is given none.
     """
@@ -422,7 +419,7 @@ class Backend:
     replayable: bool = False
     footprint: FootprintFunction | None = None
     contract: int = 1
-    diagonal: Diagonal | None = None
+    whole: Whole | None = None
     compensated: bool = False
     limits: bool = False
 

@@ -37,45 +37,6 @@ class Blocking:
 
 
 @dataclass(frozen=True, slots=True)
-class EqualPairs:
-    """Vectors of pairs in a row, all of one weight: what is known of them need not be read from them.
-
-    Attributes:
-        start: the first row's positive.
-        number: the weight of each row.
-        weight: (m,) of this number, state dtype.
-        target: (m,) of 1, state dtype.
-        positives: (m,) int64, in a row.
-    """
-
-    start: int
-    number: float
-    weight: Array
-    target: Array
-    positives: Array
-
-    @staticmethod
-    def of(arrays: ArrayLibrary, number: float, start: int, stop: int, dtype: str, like: Array) -> EqualPairs:
-        """Those whose positives are the columns ``start`` to ``stop`` - 1, on the device of ``like``."""
-        weight, target = (arrays.full((stop - start,), value, dtype, like) for value in (number, 1.0))
-        return EqualPairs(start, number, weight, target, arrays.arange(start, stop, like))
-
-    def elsewhere(self, start: int, here: Problem, there: Problem) -> EqualPairs | None:
-        """Those of ``there``, which is ``here`` with other arrays; None if the rows of ``here`` have not these vectors.
-
-        Args:
-            start: the first row's positive, there.
-            here: a problem.
-            there: the problem with other arrays.
-        """
-        if here.row_weight is not self.weight or here.row_target is not self.target:
-            return None
-        if here.positives is not self.positives:
-            return None
-        return EqualPairs(start, self.number, there.row_weight, there.row_target, there.positives)
-
-
-@dataclass(frozen=True, slots=True)
 class Problem:
     """Everything that determines the loss. Column vectors run over all column blocks, joined in order.
 
@@ -103,7 +64,8 @@ class Problem:
         placement: where this rank's part lies in a problem of several ranks, None for a process alone. Rows, columns,
             weights and ids are then this rank's, and positives and excluded count over the columns of all ranks.
         blocking: None where the features are on the device and make one block.
-        equal: where weights, targets and positives may be found, if it was made of equal pairs: see ``diagonal``.
+        whole: the weight of each row, of a loss without options whose row i has column i for its one positive, or of
+            rows against themselves; of labels 1, for they give the weights. None of any other: see ``contract.Whole``.
         margin: what is taken off the positives' cosines, times the scale; None for nothing.
         smoothing: the share of each row of y that is spread over all columns, which are then all admitted.
     """
@@ -124,11 +86,16 @@ class Problem:
     match: Match = "drop"
     placement: Placement | None = None
     blocking: Blocking | None = None
-    equal: EqualPairs | None = None
+    whole: float | None = None
     margin: float | None = None
     smoothing: float | None = None
     row_limits: Array | None = None
     column_limits: Array | None = None
+
+    @property
+    def others(self) -> Array | None:
+        """What goes with the rows in ``contract.Whole``: the columns, or of rows against themselves their labels."""
+        return self.columns[0] if self.columns else self.row_ids
 
     def terms(self, arrays: ArrayLibrary) -> Terms:
         """Which loss of the statistics it is; ``arrays`` is the library of the scale."""
@@ -136,26 +103,6 @@ class Problem:
             return terms(self.kind)
         margin = None if self.margin is None else arrays.cast(self.scale, "float64") * self.margin
         return Terms(self.kind, margin, self.smoothing)
-
-    @property
-    def diagonal(self) -> bool:
-        """Whether it is all of a softmax loss of equal pairs: row i's one positive is column i, nothing is left out."""
-        equal = self.equal
-        return (
-            equal is not None
-            and equal.start == 0
-            and self.positives is equal.positives
-            and self.row_weight is equal.weight
-            and self.row_target is equal.target
-            and (self.column_weight is equal.weight or self.column_weight is None)
-            and (self.column_target is equal.target or self.column_target is None)
-            and self.kind == "softmax"
-            and all(x is None for x in (self.bias, self.excluded, self.row_ids, self.placement, self.blocking))
-            and self.margin is self.smoothing is None
-            and self.row_limits is None
-            and len(self.columns) == 1
-            and self.columns[0].shape[0] == self.rows.shape[0]
-        )
 
     @property
     def traceable(self) -> bool:
@@ -208,7 +155,7 @@ class Problem:
             self.match,
             self.placement,
             self.blocking,
-            self.equal,
+            self.whole,
             self.margin,
             self.smoothing,
             row_limits,
@@ -297,5 +244,4 @@ def convert(problem: Problem, source: ArrayLibrary, target: ArrayLibrary) -> Pro
         if id(x) not in moved:
             there = x if blocking is None or x is None else x.to(blocking.device)
             moved[id(x)] = transfer(there, source, target)
-    converted, equal = problem.with_arrays([moved[id(x)] for x in problem.arrays()]), problem.equal
-    return converted if equal is None else replace(converted, equal=equal.elsewhere(equal.start, problem, converted))
+    return problem.with_arrays([moved[id(x)] for x in problem.arrays()])

@@ -58,10 +58,8 @@ def replicated(problem: Problem, arrays: ArrayLibrary) -> Problem:
         wholes = gathered(placement, arrays, *parts.values(), *wide)
     found = dict(zip(parts, wholes, strict=False))
     whole = problem.with_arrays([found.get(i) for i in homes])
-    if problem.equal is not None:
-        whole = replace(whole, equal=problem.equal.elsewhere(0, problem, whole))
     compared = scalars.checked(placement, arrays, numbers, wholes[len(parts) :])
-    return replace(whole, placement=None, **{"scale": problem.scale, "bias": problem.bias, **compared})
+    return replace(whole, placement=None, whole=None, **{"scale": problem.scale, "bias": problem.bias, **compared})
 
 
 def own_value(problem: Problem, value: Array) -> Array:

@@ -24,7 +24,7 @@ def around(backend: Backend, call: Callable[..., Any], *names: str) -> Backend:
     found = {name: getattr(backend, name) for name in names or PRIMITIVES}
     changed: dict[str, Any] = {name: wrapped(x) for name, x in found.items() if x is not None}
     # nothing goes around the primitives
-    return replace(backend, diagonal=None, **changed)
+    return replace(backend, whole=None, **changed)
 
 
 def __getattr__(name: str) -> Backend:

@@ -64,7 +64,7 @@ def test_blocks_of_rows_against_themselves_compute_each_pair_once() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_batch_of_one_block_has_the_bits_of_a_plain_call(loss: Any, dtype: torch.dtype) -> None:
     # by the primitives, as blocks are
-    problem = replace(made(loss, 50, dtype), equal=None)
+    problem = replace(made(loss, 50, dtype), whole=None)
     assert same(features_of(evaluated(in_blocks(problem, 100))), features_of(evaluated(problem)))
 
 

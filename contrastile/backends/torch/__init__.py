@@ -2,8 +2,8 @@
 
 ``products`` does the matrix products, ``tiles`` walks the block, ``pairs`` applies positives and masks to a tile,
 ``accumulators`` takes a tile's G; ``statistics``, ``gradients`` and ``sigmoid`` are the three primitives, and
-``diagonal`` the whole of a small loss. On a CPU the
-tile stays in the cache and every epilogue is in place; on another device nothing ever waits for the host.
+``whole`` all of a small loss. On a CPU the tile
+stays in the cache and every epilogue is in place; on another device nothing ever waits for the host.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from contrastile.backends.arrays import TorchArrays
-from contrastile.backends.contract import Accuracy, Backend, Diagonal, Options
-from contrastile.backends.torch import diagonal, gradients, sigmoid, statistics
+from contrastile.backends.contract import Accuracy, Backend, Options, Whole
+from contrastile.backends.torch import gradients, sigmoid, statistics, whole
 from contrastile.backends.torch.kept import keeps
 from contrastile.backends.torch.products import has_mixed_product, product_rounding
 from contrastile.backends.torch.tiles import footprint
@@ -61,5 +61,5 @@ backend = Backend(
     contract=2,
     compensated=True,
     limits=True,
-    diagonal=Diagonal(diagonal.takes, diagonal.loss, diagonal.gradients),
+    whole=Whole(whole.takes, whole.loss, whole.gradients),
 )

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
+from torch.nn import Parameter
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -83,7 +85,7 @@ class Kernel:
         add, on = found.append, None
         for x, specialised in zip(args, self._specialised, strict=False):
             kind = type(x)
-            if kind is torch.Tensor or kind is torch.nn.Parameter:
+            if kind is Tensor or kind is Parameter:
                 on = x
                 add(x.dtype)
                 if x.data_ptr() & 15:
