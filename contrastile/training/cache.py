@@ -62,7 +62,8 @@ def cached_step(
         backward: called with a 0-d surrogate instead of ``surrogate.backward()``, once per chunk:
             ``accelerator.backward`` or ``lambda x: scaler.scale(x).backward()``; not with DeepSpeed.
         sync: "auto" finds DDP and FSDP2 modules, or DeepSpeed's engine, in ``encode`` and lets them reduce once, in the
-            last backward; a module, or several, to name them; None leaves them alone. A ``no_sync`` around the call is respected.
+            last backward; a module, or several, to name them; None leaves them alone. A ``no_sync`` around the call is
+            respected.
         offload: whether embeddings and their gradients are kept on the host; the loss is then given the embeddings
             there, and needs ``device=`` to be computed elsewhere.
         metrics: any of "loss" (always there), "scale" (the first of ``scale``), "rank@1" (``rank_at_1`` of the first
