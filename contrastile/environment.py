@@ -114,10 +114,10 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def commit(folder: Path | None = None) -> str | None:
-    """The git commit that is checked out in a folder, or which this package's files are from, or None."""
-    own = Path(__file__).resolve().parents[1]
-    if not shutil.which("git") or (folder is None and not (own / ".git").exists()):
+def commit() -> str | None:
+    """The git commit that this package's files are checked out from, or None."""
+    folder = Path(__file__).resolve().parents[1]
+    if not (folder / ".git").exists() or not shutil.which("git"):
         return None
-    command = ["git", "-C", str(folder or own), "rev-parse", "HEAD"]
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None

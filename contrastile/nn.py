@@ -170,16 +170,6 @@ class ClipLoss(_Loss):
         more = {"margin": margin, "threshold": threshold, "threshold_is": threshold_is}
         super().__init__(rank, world_size, {**options, **more}, **settings)
 
-    def get_logits(
-        self, image_features: Tensor, text_features: Tensor, logit_scale: Any, logit_bias: Any = None
-    ) -> tuple[Tensor, Tensor]:
-        """The logits of one process's images, and of its texts, (b, b) each, which the loss itself never forms."""
-        if self.group is not None:
-            raise ValueError("get_logits must be of one process, got a group; multiply the features that you gather")
-        logits = logit_scale * image_features @ text_features.T
-        logits = logits if logit_bias is None else logits + logit_bias
-        return logits, logits.T
-
 
 class CoCaLoss(ClipLoss):
     """CLIP's loss and that of the captions, made and called as open_clip's ``CoCaLoss``.

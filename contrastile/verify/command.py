@@ -154,8 +154,8 @@ def _verdict(args: argparse.Namespace, rows: list[Row], failures: list[Failure],
         raise CannotRunError(f"nothing ran: {'the loss does not claim ' if unclaimed else ''}{why}")
     seconds, words = time.monotonic() - args.started, ["contrastile", *getattr(args, "words", ["verify"])]
     if leads and args.json is not None:
-        facts = {"command": shlex.join(words), "seed": args.seed, "commit": commit(Path.cwd())}
-        write_json(args.json, report.as_json(rows, **facts, contrastile_commit=commit()))
+        facts = {"command": shlex.join(words), "seed": args.seed, "commit": commit()}
+        write_json(args.json, report.as_json(rows, **facts))
     if leads and args.report is not None:
         write_text(args.report, page.page(rows, failures, words, seconds, args.left_out))
     if leads:
