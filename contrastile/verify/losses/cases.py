@@ -441,8 +441,7 @@ def build(name: str, dtype: str, claims: Claims, facts: Accuracy | None = None, 
     largest = abs(case.arguments.scale) * longest[0] * longest[1]
     if claims.largest_logit is not None and largest > claims.largest_logit:
         raise ValueError(f"logits of {largest:.3g}")
-    limit = {"float16": 65504.0}.get(case.state, np.inf)
-    if largest > limit / 2:
+    if largest > {"float16": 65504.0}.get(case.state, np.inf) / 2:
         raise ValueError(f"logits of {largest:.3g}, which overflow in {case.state}")
     return case
 
@@ -452,9 +451,8 @@ def formed(
 ) -> LossCase:
     """The case of a batch in another size; of another seed, drawn anew."""
     draw = np.random.default_rng(zlib.crc32(batch.name.encode()) + (seed << 32))
-    drawn = batch.draw(draw, rows, width)
     # zeros change no dot product
-    features = tuple(batch.norm * np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in drawn)
+    features = tuple(batch.norm * np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in batch.draw(draw, rows, width))
     given = batch.make(draw, _arguments(claims.objective, Arguments(features, batch.scale)))
     if claims.objective == "info_nce" and "ids" in given.keywords:
         given = _with(given, row_ids=given.keywords["ids"], column_ids=given.keywords["ids"])
