@@ -46,12 +46,14 @@ class MultipleNegativesRankingLoss(losses.MultipleNegativesRankingLoss):  # type
         **kwargs: the library's own. ``similarity_fct`` must be ``util.cos_sim`` or ``util.dot_score``.
 
     Raises:
-        TypeError: the settings are no dict, or one is unknown.
+        TypeError: the settings are no dict, or one is unknown; or the model has several vectors for each text.
         ValueError: the similarity is another one, or the settings have a group.
     """
 
     def __init__(self, *args: Any, settings: Settings | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if type(self.model).__name__ == "MultiVectorEncoder":
+            raise TypeError("model must have one vector for each text, got a MultiVectorEncoder; use its own losses")
         if not isinstance(settings, Mapping | None):
             raise TypeError(
                 f"settings must be a dict, got {type(settings).__name__}; give the loss's own, such as "

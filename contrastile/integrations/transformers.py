@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import transformers
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 _TEXT = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
+_OF_THE_MODEL = {"config", "device", "dtype", "enable_input_require_grads"}
+_OF_THE_MODEL |= {f"{what}_checkpointing_{how}" for what in ("gradient", "activation") for how in ("enable", "disable")}
+_OF_THE_MODEL |= {"is_gradient_checkpointing", "is_activation_checkpointing"}
+"""What a ``Trainer`` asks its model for, beside ``forward`` and its weights."""
 
 
 class ImageTextFeatures(nn.Module):
     """A ``CLIPModel`` or ``SiglipModel`` that gives what a contrastive loss takes.
 
-    Wrap this module in DDP, or hand it to a ``Trainer``, instead of the model: both call ``forward``.
+    Wrap this module in DDP, or hand it to a ``Trainer``, instead of the model: both call ``forward``. It loads the
+    model's own state dict as well as its own, whose names begin with ``model``.
 
     Args:
         model: has ``get_image_features``, ``get_text_features`` and ``logit_scale``; with ``logit_bias`` a sigmoid
@@ -24,11 +30,26 @@ class ImageTextFeatures(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model: Any = model
+        self.register_load_state_dict_pre_hook(_renamed)  # type: ignore[no-untyped-call]
 
-    def forward(self, **inputs: Tensor) -> tuple[Tensor, ...]:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name) if name in _OF_THE_MODEL else super().__getattr__(name)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **settings: Any) -> ImageTextFeatures:
+        """The features of ``transformers.AutoModel.from_pretrained(...)``."""
+        return cls(transformers.AutoModel.from_pretrained(*args, **settings))
+
+    def save_pretrained(self, folder: Any, *, state_dict: Mapping[str, Any] | None = None, **settings: Any) -> None:
+        """Save the model inside, for its own ``from_pretrained``; a state dict that is given is of this module."""
+        own = None if state_dict is None else {name.removeprefix("model."): x for name, x in state_dict.items()}
+        self.model.save_pretrained(folder, state_dict=own, **settings)
+
+    def forward(self, return_loss: bool = True, **inputs: Tensor) -> tuple[Tensor, ...]:
         """(b, d) features of the images and of the texts, of unit length, the scale, and the bias if there is one.
 
         Args:
+            return_loss: not used; its default tells a ``Trainer`` to ask ``compute_loss`` for an ``eval_loss``.
             **inputs: what the model's processor gives: ``pixel_values``, ``input_ids``, ``attention_mask``.
         """
         image = self.encode_image({name: x for name, x in inputs.items() if name not in _TEXT})
@@ -46,6 +67,15 @@ class ImageTextFeatures(nn.Module):
     def encode_text(self, inputs: dict[str, Tensor]) -> Tensor:
         """(b, d) features of unit length of the texts' inputs, such as ``input_ids``."""
         return _features(self.model.get_text_features, inputs)
+
+
+def _renamed(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a state dict of the model itself is loaded: give it this module's names."""
+    own = module.state_dict(prefix=prefix)
+    for name in [x for x in state_dict if x.startswith(prefix) and x not in own]:
+        longer = f"{prefix}model.{name.removeprefix(prefix)}"
+        if longer in own:
+            state_dict[longer] = state_dict.pop(name)
 
 
 def _features(get: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor:

@@ -60,9 +60,10 @@ def cached_step(
             loss's tile. None only if every input is a ``stream``.
         split: a function (input, size) -> chunks for inputs of another kind; it must split in the same way each time.
         backward: called with a 0-d surrogate instead of ``surrogate.backward()``, once per chunk:
-            ``accelerator.backward`` or ``lambda x: scaler.scale(x).backward()``.
-        sync: "auto" finds DDP and FSDP2 modules in ``encode`` and lets them reduce once, in the last backward; a
-            module, or several, to name them; None leaves them alone. A ``no_sync`` around the call is respected.
+            ``accelerator.backward`` or ``lambda x: scaler.scale(x).backward()``; not with DeepSpeed.
+        sync: "auto" finds DDP and FSDP2 modules, or DeepSpeed's engine, in ``encode`` and lets them reduce once, in the
+            last backward; a module, or several, to name them; None leaves them alone. A ``no_sync`` around the call is
+            respected.
         offload: whether embeddings and their gradients are kept on the host; the loss is then given the embeddings
             there, and needs ``device=`` to be computed elsewhere.
         metrics: any of "loss" (always there), "scale" (the first of ``scale``), "rank@1" (``rank_at_1`` of the first

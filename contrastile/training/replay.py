@@ -196,6 +196,7 @@ class Replay:
         if self._used:
             raise RuntimeError("a batch must be replayed once, got a second backward pass; make the step again")
         self._used = True
+        go_backward = self._reduction.sender(backward)
         _check_unchanged(self._kept)
 
         before: list[tuple[Tensor, int]] = []
@@ -206,7 +207,7 @@ class Replay:
             surrogate = functools.reduce(torch.add, [term.to(terms[0].device) for term in terms])
             surrogate = surrogate if upstream is None else upstream.to(surrogate.device) * surrogate
             before[:] = _versions(x for x, _ in self._kept)
-            (torch.autograd.backward if backward is None else backward)(surrogate)
+            go_backward(surrogate)
             return True
 
         after = RandomState(self._devices)

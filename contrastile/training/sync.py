@@ -53,11 +53,12 @@ def modules_of(*callables: Any) -> list[nn.Module]:
 
 
 class Reduction:
-    """The DDP and FSDP2 modules of a step.
+    """The DDP and FSDP2 modules, and the DeepSpeed engine, of a step.
 
     Attributes:
         ddp: modules whose forward and backward reduce, outside ``no_sync``.
         fsdp: modules that ``fully_shard`` was called on.
+        engines: of DeepSpeed, at most one, which makes its backward passes itself.
     """
 
     def __init__(self, sync: Sync, encoders: Sequence[Callable[..., Any]]) -> None:
@@ -89,6 +90,10 @@ class Reduction:
             inside = []
         self.ddp = [m for m in inside if isinstance(m, nn.parallel.DistributedDataParallel)]
         self.fsdp = [m for m in inside if hasattr(m, "set_requires_gradient_sync")]
+        self.engines: list[Any] = [m for m in inside if _is_a(m, "DeepSpeedEngine")]
+        if (count := len(self.engines)) > 1:
+            raise ValueError(f"sync must find one DeepSpeed engine, got {count}; put the towers into one model")
+        self._between = False
         self._called: dict[nn.Module, set[int]] = {}
         alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
         if sync is not None and not self and not alone:
@@ -100,16 +105,19 @@ class Reduction:
             )
 
     def __bool__(self) -> bool:
-        return bool(self.ddp or self.fsdp)
+        return bool(self.ddp or self.fsdp or self.engines)
 
     @contextmanager
     def quiet(self, tower: int | None = None) -> Iterator[None]:
         """Suppress reduction: ``no_sync`` for DDP, ``set_requires_gradient_sync(False)`` for FSDP2; restored after.
 
+        To a DeepSpeed engine it is no boundary of an accumulation; ZeRO 2 reduces all the same.
+
         Args:
-            tower: DDP modules that this tower is the last to call are left as they are.
+            tower: DDP modules and engines that this tower is the last to call are left as they are.
         """
         with ExitStack() as stack:
+            stack.enter_context(self._unfinished(tower))
             for module in self.ddp:
                 if tower is None or max(self._called[module]) != tower:
                     stack.enter_context(module.no_sync())
@@ -119,6 +127,22 @@ class Reduction:
                 group.reduce_grads = group.all_reduce_grads = False
             yield
 
+    @contextmanager
+    def _unfinished(self, tower: int | None) -> Iterator[None]:
+        """A DeepSpeed engine is at no boundary of its accumulation, unless this tower is the last to call it."""
+        engines = [x for x in self.engines if tower is None or max(self._called[x]) != tower]
+        before, outer = [x._is_gradient_accumulation_boundary for x in engines], self._between
+        self._between = outer or bool(engines)
+        for engine in engines:
+            engine.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self._between = outer
+            for engine, boundary in zip(engines, before, strict=True):
+                # None where the engine counts by itself
+                engine._is_gradient_accumulation_boundary = boundary
+
     def _groups(self) -> Iterator[Any]:
         for module in self.fsdp:
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
@@ -126,16 +150,43 @@ class Reduction:
             # torch before 2.10 has one group for each module
             yield from [x for x in (groups if groups is not None else [state._fsdp_param_group]) if x is not None]
 
+    def sender(self, backward: Callable[[torch.Tensor], Any] | None) -> Callable[[torch.Tensor], Any]:
+        """What makes the backward passes; ValueError where it is a caller's, and an engine must."""
+        owner = getattr(backward, "__self__", None)
+        others = isinstance(owner, nn.Module) and _is_a(owner, "DeepSpeedEngine")
+        if backward is not None and (self.engines or others) and owner not in self.engines:
+            raise ValueError(
+                f"backward must be left out with DeepSpeed, whose engine makes it, got {backward!r}; pass the engine "
+                "as encode, and to accelerate's backward the loss of Cached"
+            )
+        return self._by_engine if self.engines else backward or torch.autograd.backward
+
+    def _by_engine(self, surrogate: torch.Tensor) -> None:
+        """A backward pass of the engine, or a part of the one that it is making."""
+        engine = self.engines[0]
+        if not engine._running_engine_backward:
+            engine.backward(surrogate)
+            return
+        # a hook of the engine's outputs would divide by it again
+        if (steps := engine.gradient_accumulation_steps()) > 1:
+            raise RuntimeError(
+                f"gradient_accumulation_steps must be 1 for engine.backward of a loss of Cached, got {steps}; call "
+                "loss.backward(), or cached_step"
+            )
+        torch.autograd.backward(surrogate)
+        if self._between:
+            engine._backward_epilogue()
+
     @contextmanager
     def watch(self, tower: int, encode: Any) -> Iterator[None]:
-        """Record the DDP modules that a tower's first pass calls."""
+        """Record the DDP modules and engines that a tower's first pass calls."""
         itself = (encode, getattr(encode, "_orig_mod", None))
 
         def record(module: nn.Module, *_: Any) -> None:
             self._called.setdefault(module, set()).add(tower)
 
         with ExitStack() as stack:
-            for module in self.ddp:
+            for module in (*self.ddp, *self.engines):
                 if any(module is x for x in itself):
                     record(module)
                 else:
@@ -143,16 +194,17 @@ class Reduction:
             yield
 
     def check_called(self) -> None:
-        """Raise for a DDP module that could not reduce; after the first pass, before any gradient.
+        """Raise for a DDP module or engine that could not reduce; after the first pass, before any gradient.
 
         Raises:
             ValueError: no encoder called it.
         """
-        for module in self.ddp:
+        for module in (*self.ddp, *self.engines):
             if module not in self._called:
+                what = "DDP module" if module in self.ddp else "DeepSpeed engine"
                 raise ValueError(
-                    f"encode must call the DDP module itself, got a call around its forward ({_name(module)}), after "
-                    "which no gradient is reduced; pass the DDP module as encode, not its .module or a method of it"
+                    f"encode must call the {what} itself, got a call around its forward ({_name(module)}), after "
+                    f"which no gradient is reduced; pass the {what} as encode, not its .module or a method of it"
                 )
 
     def check_reached(self, leaves: Sequence[torch.Tensor]) -> None:
@@ -193,6 +245,7 @@ class Reduction:
         ]
         everything = list(map(len, waiting))
         with ExitStack() as stack:
+            stack.enter_context(self._unfinished(tower))
             for missing in waiting:
                 for name, x in list(missing.items()):
 
@@ -219,12 +272,13 @@ class Reduction:
                 torch.autograd.backward(late, [torch.zeros_like(x) for x in late])
 
     def agree(self, counts: list[int]) -> list[int]:
-        """The largest numbers of chunks on any rank: FSDP2's forward gathers, so all ranks must call it as often."""
-        if not self.fsdp:
+        """The largest numbers of chunks on any rank, where FSDP2's forward gathers or ZeRO 2's backward reduces."""
+        if not (self.fsdp or self.engines) or not dist.is_initialized():
             return counts
         parameters = (p for module in self.fsdp for p in module.parameters())
         mesh: Any = next(filter(None, (getattr(p, "device_mesh", None) for p in parameters)), None)
-        most = torch.tensor(counts, device=mesh.device_type if mesh else "cpu")
+        device = mesh.device_type if mesh else self.engines[0].device if self.engines else "cpu"
+        most = torch.tensor(counts, device=device)
         for group in [mesh.get_group(i) for i in range(mesh.ndim)] if mesh else [None]:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         found: list[int] = most.tolist()
@@ -236,18 +290,31 @@ def refuse(module: nn.Module) -> None:
     kind = type(module).__name__
     if kind == "FullyShardedDataParallel":
         raise ValueError("encode must not be FSDP1, got FullyShardedDataParallel; use fully_shard (FSDP2) or DDP")
-    stage: Any = getattr(module, "zero_optimization_stage", None)
     if isinstance(module, nn.parallel.DistributedDataParallel) and module.static_graph:
         raise ValueError(
             f"DDP must have static_graph=False, got True ({_name(module)}), which counts the chunks' backward passes "
             "that reduce nothing; drop it"
         )
-    if any(each.__name__ == "DeepSpeedEngine" for each in type(module).__mro__) and stage is not None and stage() >= 1:
+    if _is_a(module, "InferenceEngine") or _is_a(module, "PipelineEngine"):
         raise ValueError(
-            f"DeepSpeed must be at ZeRO stage 0, got stage {stage()}, which takes each chunk's backward pass for a "
-            "whole step's; use FSDP2, or DDP"
+            f"DeepSpeed must train by its DeepSpeedEngine, got {kind}; use what deepspeed.initialize gives"
         )
+    if not _is_a(module, "DeepSpeedEngine"):
+        return
+    engine: Any = module
+    if engine.zero_optimization_stage() > 2:
+        raise ValueError(
+            f"DeepSpeed must be at ZeRO stage 0 to 2, got stage {engine.zero_optimization_stage()}, which takes each "
+            "chunk's backward pass for a whole step's; use FSDP2"
+        )
+    if not hasattr(engine, "_running_engine_backward"):
+        raise ValueError("DeepSpeed must say when it goes backward, got a version that does not; upgrade it")
 
 
-def _name(module: nn.parallel.DistributedDataParallel) -> str:
+def _is_a(module: nn.Module, name: str) -> bool:
+    """Whether it is of a class of DeepSpeed, without an import of it."""
+    return any(each.__name__ == name for each in type(module).__mro__)
+
+
+def _name(module: Any) -> str:
     return type(module.module).__name__

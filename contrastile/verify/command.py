@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from pathlib import Path
 
@@ -147,11 +148,11 @@ def _verdict(args: argparse.Namespace, rows: list[Row], failures: list[Failure],
         why = rows[0]["reason"] if rows else "no property has such a case"
         unclaimed = bool(rows) and rows[0]["status"] == "unclaimed"
         raise CannotRunError(f"nothing ran: {'the loss does not claim ' if unclaimed else ''}{why}")
+    seconds, words = time.monotonic() - args.started, ["contrastile", *getattr(args, "words", ["verify"])]
     if leads and args.json is not None:
-        write_json(args.json, report.as_json(rows))
-    seconds = time.monotonic() - args.started
+        facts = {"command": shlex.join(words), "seed": args.seed}
+        write_json(args.json, report.as_json(rows, **facts))
     if leads and args.report is not None:
-        words = ["contrastile", *getattr(args, "words", ["verify"])]
         write_text(args.report, page.page(rows, failures, words, seconds, args.left_out, args.seed))
     if leads:
         report.show(rows, failures, quiet=args.quiet, seconds=seconds, left_out=args.left_out)

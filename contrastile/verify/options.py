@@ -32,6 +32,7 @@ QUICK_CASES = (
     *("batch-doubling", "peak-memory", "drawn", "front-door", "mistakes", "sharded"),
     *(f"public-losses:{interface}, calls" for interface in ("the function", "value_and_grad", "nn", "cached_step")),
 )
+QUICK_LOSS_CASES = ("smoke", "ragged", "wide", "hot", "certain", "opposite", "labels", "nan", "calls")
 QUICK_DTYPES = ("float32", "bfloat16")
 QUICK_EXAMPLES = 20
 """What ``--quick`` runs where the command says nothing else."""
@@ -105,7 +106,8 @@ def settle(options: argparse.Namespace) -> list[str]:
         raise CannotRunError(f"--objective must be given with --loss, got {given.objective} alone")
     left_out = []
     if given.quick and given.case is None:
-        given.case = [name for name in QUICK_CASES if name.partition(":")[0] in every]
+        chosen = QUICK_LOSS_CASES if given.loss else QUICK_CASES
+        given.case = [name for name in chosen if name.partition(":")[0] in every]
         left_out.append(f"{len({*every} - {*given.case})} cases")
     if (given.quick or ranks) and given.dtype is None:
         given.dtype = list(QUICK_DTYPES)
@@ -190,7 +192,7 @@ def _of_losses(options: argparse.Namespace) -> LossSelection:
     if device == "auto":
         everywhere = all("cuda" in loss.claims.devices for loss in losses)
         device = "cuda" if everywhere and finds_a_gpu() else "cpu"
-    return LossSelection(losses, options.case, options.property, tuple(options.dtype or DTYPES), device)
+    return LossSelection(losses, options.case, options.property, tuple(options.dtype or DTYPES), device, options.seed)
 
 
 def selected(

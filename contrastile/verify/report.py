@@ -25,6 +25,12 @@ def verdict(rows: Sequence[Row]) -> str:
     return "incomplete" if gaps(rows) else "pass"
 
 
+def loose(rows: Sequence[Row]) -> bool:
+    """Whether it fails by its noise alone: within every derived bound, and above that of a plain computation."""
+    failed = [row for row in rows if row["status"] == "fail"]
+    return bool(failed) and all(row["property"] == "plain" and math.isfinite(row["ratio"] or 0.0) for row in failed)
+
+
 def gaps(rows: Sequence[Row]) -> list[str]:
     """Why rows without a failure are no pass: one line per reason."""
     untested = Counter((row["backend"], row["reason"]) for row in rows if row["status"] == "untested")
@@ -46,10 +52,10 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return found
 
 
-def as_json(rows: Sequence[Row]) -> dict[str, Any]:
-    """``{"verdict", "environment", "rows"}``. A ratio of inf, which JSON lacks, becomes null beside its "fail"."""
+def as_json(rows: Sequence[Row], **facts: Any) -> dict[str, Any]:
+    """``{"verdict", "loose", **facts, "environment", "rows"}``. Infinite ratios become null, for JSON."""
     plain = [{**row, "ratio": _number(row["ratio"]), "excess": _number(row["excess"])} for row in rows]
-    return {"verdict": verdict(rows), "environment": environment(), "rows": plain}
+    return {"verdict": verdict(rows), "loose": loose(rows), **facts, "environment": environment(), "rows": plain}
 
 
 def _number(ratio: float | None) -> float | None:
@@ -167,7 +173,8 @@ def summary(rows: Sequence[Row], seconds: float | None = None, left_out: Sequenc
     counts = ", ".join(f"{count[status]} {word}" for status, word in shown.items())
     took = "" if seconds is None else f" in {seconds:.2g} s" if seconds < 10 else f" in {seconds:.0f} s"
     errors = [row for row in rows if row["property"] not in _MEMORY]
-    line = f"{verdict(rows).upper()}: {counts}{took}; largest error {worst(errors)} of its bound"
+    how = " (loose, not wrong: within every bound, and noisier than a plain computation)" if loose(rows) else ""
+    line = f"{verdict(rows).upper()}: {counts}{how}{took}; largest error {worst(errors)} of its bound"
     missing = [*left_out, *(f"{name} ({reason})" for name, reason in not_run(rows))]
     return f"{line}; not tested: {', '.join(missing)}" if missing else line
 

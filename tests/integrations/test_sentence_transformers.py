@@ -180,5 +180,7 @@ def test_what_it_cannot_compute_is_refused() -> None:
         MultipleNegativesRankingLoss(model, settings="triton")
     with pytest.raises(TypeError, match="got 'tiles'; check its spelling"):
         MultipleNegativesRankingLoss(model, settings={"tiles": 8})
+    with pytest.raises(TypeError, match=r"^model must have one vector for each text, got a MultiVectorEncoder; use"):
+        MultipleNegativesRankingLoss(type("MultiVectorEncoder", (nn.Module,), {})())
     with pytest.raises(ValueError, match=r"^embeddings must be those of queries and documents, got 1; give both"):
         MultipleNegativesRankingLoss(model).compute_loss_from_embeddings([torch.ones(2, 3)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 import contrastile
 from contrastile import training
+from contrastile.integrations.open_clip import ChunkedModel, replace_losses
 
 pytestmark = pytest.mark.slow
 PROGRAM = str(Path(__file__).parent / "programs" / "train_by_others.py")
@@ -70,16 +73,42 @@ def test_lightning_steps_with_cached_gradients(manual: bool) -> None:
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
-def test_open_clip_s_loop_in_the_open() -> None:
-    class Named(Towers):
-        def forward(self, *inputs: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-            return dict(zip(("image_features", "text_features", "logit_scale"), super().forward(*inputs), strict=True))
+class Named(Towers):
+    """As open_clip's models, called by the names of the arguments too."""
 
+    def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        found = super().forward(image, text)
+        return dict(zip(("image_features", "text_features", "logit_scale"), found, strict=True))
+
+
+def test_open_clip_s_loop_in_the_open() -> None:
     model = Named()
     torch.manual_seed(2)
     recipe("open_clip")["step"](model, *inputs(), contrastile.nn.ClipLoss())
     # a chunk of 256 is the whole batch
     assert all(torch.equal(p.grad, x) for p, x in zip(model.parameters(), cached(13), strict=True))
+
+
+def test_open_clip_s_model_in_chunks_is_called_by_names() -> None:
+    model, (images, texts) = ChunkedModel(Named(), 4), inputs()
+    torch.manual_seed(2)
+    contrastile.nn.ClipLoss()(**model(images, text=texts)).backward()
+    assert all(torch.equal(p.grad, x) for p, x in zip(model.parameters(), cached(4), strict=True))
+
+
+def test_open_clip_s_losses_are_replaced_and_the_others_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loss, factory = (types.ModuleType(f"open_clip.{name}") for name in ("loss", "factory"))
+    for name in ("ClipLoss", "CoCaLoss", "SigLipLoss", "DistillClipLoss", "GenLipLoss"):
+        setattr(loss, name, type(name, (nn.Module,), {}))
+    factory.ClipLoss = loss.ClipLoss  # type: ignore[attr-defined]
+    for module in (loss, factory):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert replace_losses() == ["DistillClipLoss", "GenLipLoss"]
+    assert "these stay open_clip's own: DistillClipLoss, GenLipLoss" in caplog.text
+    made: Any = factory.ClipLoss(local_loss=True), loss.SigLipLoss(chunk_size=8), loss.CoCaLoss(2.0, 1.0)  # type: ignore[attr-defined]
+    assert [type(x).__module__ for x in made] == ["contrastile.nn"] * 3
 
 
 def test_under_ddp_gradients_are_those_of_the_global_loss_and_reduced_once() -> None:

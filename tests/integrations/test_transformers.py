@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -71,34 +72,46 @@ def test_the_recipes_are_one_step_with_and_without_chunks() -> None:
     assert all(torch.equal(x, y) for x, y in zip(expected, gradients(model), strict=True))
 
 
-def test_the_trainer_recipe_steps_with_cached_gradients(tmp_path: Path) -> None:
-    from transformers import TrainerCallback, TrainingArguments, default_data_collator
+def test_the_trainer_recipe_steps_with_cached_gradients_and_keeps_the_best_model(tmp_path: Path) -> None:
+    from transformers import CLIPModel, TrainingArguments, default_data_collator
 
     model, kind = ImageTextFeatures(tiny_models.clip(dropout=0.5)), recipe("transformers")["Trainer"]
     before: list[Any] = []
-    after: list[Tensor] = []
 
     class Recorded(kind):  # type: ignore[misc, valid-type]
         chunk = 4
 
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **settings: Any) -> Tensor:
-            before.extend((dict(inputs), torch.get_rng_state()))
-            found: Tensor = super().compute_loss(model, inputs, *args, **settings)
+        def training_step(self, model: Any, inputs: Any, *args: Any, **settings: Any) -> Tensor:
+            state, weights = torch.get_rng_state(), copy.deepcopy(model.state_dict())
+            found: Tensor = super().training_step(model, inputs, *args, **settings)
+            before.append((state, weights, dict(inputs), [p.grad.clone() for p in model.parameters()]))
             return found
 
-    class Keep(TrainerCallback):
-        def on_pre_optimizer_step(self, *args: Any, **settings: Any) -> None:
-            after.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
+    given = tiny_models.inputs()
+    rows = [dict(zip(given, x, strict=True)) for x in zip(*given.values(), strict=True)]
+    settings: Any = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "remove_unused_columns": False}
+    settings |= dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), N)
+    settings |= {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 2}
+    # the second step is too long: the first is the best
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    arguments = TrainingArguments(str(tmp_path), activation_checkpointing=True, learning_rate=1e-3, **settings)
+    trainer = Recorded(model, arguments, default_data_collator, rows, rows)
+    trainer.train()
+    assert model.is_activation_checkpointing
+    assert model.config.projection_dim == D
 
-    settings = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "max_grad_norm": 0.0}
-    sizes = {"per_device_train_batch_size": N, "max_steps": 1, "learning_rate": 0.0}
-    arguments = TrainingArguments(str(tmp_path), remove_unused_columns=False, **settings, **sizes)
-    rows = [dict(zip(tiny_models.inputs(), x, strict=True)) for x in zip(*tiny_models.inputs().values(), strict=True)]
-    Recorded(model, arguments, train_dataset=rows, data_collator=default_data_collator, callbacks=[Keep()]).train()
+    best = CLIPModel.from_pretrained(trainer.state.best_model_checkpoint).eval()
+    assert all(map(torch.equal, model.parameters(), best.parameters()))
+    last = ImageTextFeatures.from_pretrained(tmp_path / "checkpoint-2")
+    assert not all(map(torch.equal, last.parameters(), best.parameters()))
+    value = contrastile.clip_loss(*ImageTextFeatures(best)(**given)).item()
+    # which the Trainer takes the mean of, one for each row
+    assert abs(value - trainer.state.best_metric) <= gamma((N + 2) * UNIT["float64"]) * value
 
-    given, state = before
-    model.zero_grad()
+    state, weights, given, gradients = before[0]
+    model.load_state_dict(weights)
+    model.train().zero_grad()
     torch.set_rng_state(state)
     training.cached_step(lambda chunk: model(**chunk), given, contrastile.clip_loss, chunk=4)
     assert len(given["input_ids"]) == N
-    assert all(torch.equal(p.grad, x) for p, x in zip(model.parameters(), after, strict=True))
+    assert all(torch.equal(p.grad, x) for p, x in zip(model.parameters(), gradients, strict=True))

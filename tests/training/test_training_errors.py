@@ -23,23 +23,39 @@ clip = contrastile.clip_loss
 
 
 class Engine(nn.Module):
-    """What deepspeed.initialize returns, as far as it is looked at."""
+    """What deepspeed.initialize returns, as far as it is looked at; ``boundaries`` has one for each backward pass."""
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, steps: int = 1) -> None:
         super().__init__()
-        self.stage = stage
+        self.stage, self.steps, self.boundaries = stage, steps, list[Any]()
+        self.weight = nn.Parameter(torch.ones(4, 3))
+        self._is_gradient_accumulation_boundary: bool | None = None
+        self._running_engine_backward = False
 
     def zero_optimization_stage(self) -> int:
         return self.stage
 
+    def gradient_accumulation_steps(self) -> int:
+        return self.steps
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        self._is_gradient_accumulation_boundary = is_boundary
+
     def forward(self, x: Tensor) -> Tensor:
-        return x @ torch.ones(4, 3, requires_grad=True)
+        return x @ self.weight
 
     def backward(self, loss: Tensor) -> None:
+        self._running_engine_backward = True
         loss.backward()
+        self._running_engine_backward = False
+        self._backward_epilogue()
+
+    def _backward_epilogue(self) -> None:
+        self.boundaries.append(self._is_gradient_accumulation_boundary)
 
 
 Engine.__name__ = "DeepSpeedEngine"
+InferenceEngine = type("InferenceEngine", (nn.Module,), {"forward": lambda self, x: x})
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -72,8 +88,10 @@ BEFORE: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
     (lambda n: step(n, X * n.weight.sum(), split=torch.split), ValueError, "inputs must have no graph"),
     (lambda n: step((n, n), X), ValueError, "got 2 for 1 inputs; name a shared one twice, and give a tuple of inputs"),
     (lambda n: step((n, FullyShardedDataParallel()), (X, X)), ValueError, "must not be FSDP1"),
-    (lambda n: step((n, Engine(2)), (X, X)), ValueError, "ZeRO stage 0, got stage 2"),
-    (lambda n: step((n, n), (X, X), backward=Engine(1).backward), ValueError, "ZeRO stage 0, got stage 1"),
+    (lambda n: step((n, Engine(3)), (X, X)), ValueError, "ZeRO stage 0 to 2, got stage 3"),
+    (lambda n: step((n, n), (X, X), backward=Engine(3).backward), ValueError, "ZeRO stage 0 to 2, got stage 3"),
+    (lambda n: step((n, Engine(1), Engine(1)), (X, X, X)), ValueError, "must find one DeepSpeed engine, got 2"),
+    (lambda n: step((n, InferenceEngine()), (X, X)), ValueError, "by its DeepSpeedEngine, got InferenceEngine"),
 ]
 AFTER: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
     (
@@ -133,8 +151,26 @@ def test_refused_before_any_gradient_and_mostly_before_any_forward(
     assert net.weight.grad is None
 
 
-def test_deepspeed_without_sharded_gradients_is_not_refused() -> None:
-    step((Engine(0),), (X,), lambda a, s: a.sum())
+@pytest.mark.parametrize("way", ["cached_step", "loss.backward", "engine.backward"])
+def test_deepspeed_s_engine_makes_the_backward_passes_and_the_last_is_its_boundary(way: str) -> None:
+    engine, plain = Engine(2), Net()
+    step((plain, plain), (X, X / 2))
+    if way == "cached_step":
+        step((engine, engine), (X, X / 2), backward=engine.backward)
+    else:
+        loss = training.Cached(clip, (engine, engine), 2)(X, X / 2, scale=2.0)
+        loss.backward() if way == "loss.backward" else engine.backward(loss)
+    assert engine.boundaries == [*[False] * 5, None]
+    assert torch.equal(engine.weight.grad, plain.weight.grad)
+
+
+def test_deepspeed_is_not_told_what_to_call() -> None:
+    for encode, backward in ((Engine(1), torch.autograd.backward), (Net(), Engine(1).backward)):
+        with pytest.raises(ValueError, match=r"^backward must be left out with DeepSpeed, whose engine makes it"):
+            step(encode, X, lambda a, s: a.sum(), backward=backward)
+    engine = Engine(1, steps=2)
+    with pytest.raises(RuntimeError, match=r"^gradient_accumulation_steps must be 1 for engine\.backward of a loss of"):
+        engine.backward(training.Cached(lambda a: a.sum(), engine, 2)(X))
 
 
 @pytest.mark.parametrize("split", [None, torch.split])

@@ -25,7 +25,7 @@ def test_json_is_strict_and_has_the_schema(tmp_path):
         raise AssertionError(constant)
 
     read = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
-    assert list(read) == ["verdict", "environment", "rows"]
+    assert list(read) == ["verdict", "loose", "environment", "rows"]
     assert read["verdict"] == "fail"
     assert [each["ratio"] for each in read["rows"]] == [0.25, 12.0, None, None]
     assert [each["excess"] for each in read["rows"]] == [0.25, 12.0, None, None]
@@ -54,6 +54,14 @@ def test_a_ratio_is_rounded_down_and_leaves_out_the_rounding_of_the_result():
     assert worst([row(ratio=0.00012345)]) == "0.00012"
     assert worst([row(ratio=0.9999, excess=0.2), row(ratio=0.5, excess=0.3)]) == "0.3"
     assert worst([SKIPPED]) == "-"
+
+
+def test_noise_within_every_bound_is_loose_and_not_wrong():
+    noisy = row(property="plain", ratio=1.2, status="fail")
+    found = [as_json(rows, seed=7) for rows in ([PASSED, noisy], [noisy, FAILED], [PASSED])]
+    assert [x["loose"] for x in found] == [True, False, False]
+    assert "1 failed, 0 skipped (loose, not wrong: within every bound" in summary([PASSED, noisy])
+    assert found[0]["seed"] == 7
 
 
 def test_skips_are_grouped_by_reason():

@@ -409,8 +409,8 @@ def concerns(name: str, prop: str, own: str | None, objective: str) -> bool:
 
 
 @lru_cache(maxsize=1)
-def build(name: str, dtype: str, claims: Claims, facts: Accuracy | None = None) -> LossCase:
-    """The case of this name for a loss with these claims, its features rounded to this dtype.
+def build(name: str, dtype: str, claims: Claims, facts: Accuracy | None = None, seed: int = 0) -> LossCase:
+    """The case of this name for a loss with these claims, its features rounded to this dtype; drawn by the seed.
 
     Raises:
         ValueError: the loss claims no batch of this kind; the message says which claim is missing.
@@ -433,7 +433,7 @@ def build(name: str, dtype: str, claims: Claims, facts: Accuracy | None = None) 
         raise ValueError({"ids": "equal ids"}.get(missing[0], missing[0]))
     if batch.draw is _not_a_number and not claims.non_finite:
         raise ValueError("NaN features")
-    case = formed(batch, b, d, dtype, claims, facts)
+    case = formed(batch, b, d, dtype, claims, facts, seed)
     if "positives" in case.arguments.keywords and not claims.positives:
         raise ValueError("positives")
     features = case.arguments.features[0], case.arguments.features[-1]
@@ -441,18 +441,18 @@ def build(name: str, dtype: str, claims: Claims, facts: Accuracy | None = None) 
     largest = abs(case.arguments.scale) * longest[0] * longest[1]
     if claims.largest_logit is not None and largest > claims.largest_logit:
         raise ValueError(f"logits of {largest:.3g}")
-    limit = {"float16": 65504.0}.get(case.state, np.inf)
-    if largest > limit / 2:
+    if largest > {"float16": 65504.0}.get(case.state, np.inf) / 2:
         raise ValueError(f"logits of {largest:.3g}, which overflow in {case.state}")
     return case
 
 
-def formed(batch: Batch, rows: int, width: int, dtype: str, claims: Claims, facts: Accuracy | None = None) -> LossCase:
-    """The case of a batch in another size."""
-    draw = np.random.default_rng(zlib.crc32(batch.name.encode()))
-    drawn = batch.draw(draw, rows, width)
+def formed(
+    batch: Batch, rows: int, width: int, dtype: str, claims: Claims, facts: Accuracy | None = None, seed: int = 0
+) -> LossCase:
+    """The case of a batch in another size; of another seed, drawn anew."""
+    draw = np.random.default_rng(zlib.crc32(batch.name.encode()) + (seed << 32))
     # zeros change no dot product
-    features = tuple(batch.norm * np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in drawn)
+    features = tuple(batch.norm * np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in batch.draw(draw, rows, width))
     given = batch.make(draw, _arguments(claims.objective, Arguments(features, batch.scale)))
     if claims.objective == "info_nce" and "ids" in given.keywords:
         given = _with(given, row_ids=given.keywords["ids"], column_ids=given.keywords["ids"])

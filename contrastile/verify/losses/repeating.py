@@ -64,6 +64,14 @@ def interleaved(trial: LossTrial) -> Comparisons:
         for x in _arrays_of(calls[0]):
             x[...] = 7
         yield f"{label}after results were written to", two[1].compare(two[1].run(), trial.fields)
+        if trial.result.by_autograd:
+            calls = [each.call() for each in two]
+            for call in calls:
+                # where a leaf's gradient is copied when it arrives, another's waits until both calls have gone backward
+                call.passed = [x.view_as(x) for x in call.leaves]
+            values = [next(iter(x.values())) if isinstance(x, dict) else x for x in [call() for call in calls]]
+            joint = calls[1].finish(values[0] + values[1])
+            yield f"{label}one backward pass of two calls", two[1].compare(joint, gradient_fields(claims))
 
 
 def _arrays_of(call: Call) -> list[Array]:

@@ -28,6 +28,7 @@ class LossSelection:
         properties: names; None for all.
         dtypes: of the features; those that a loss does not claim are listed once.
         device: kind of device.
+        seed: by which the features of each case are drawn.
     """
 
     losses: Sequence[Loss]
@@ -35,6 +36,7 @@ class LossSelection:
     properties: Sequence[str] | None = None
     dtypes: Sequence[str] = DTYPES
     device: str = "cpu"
+    seed: int = 0
 
     def _check(
         self,
@@ -45,8 +47,14 @@ class LossSelection:
         compare: Callable[[], Comparisons] | None = None,
         **more: Any,
     ) -> Check:
-        given = {"loss": loss.name, "objective": loss.claims.objective, "dtype": dtype, "property": name}
+        given: dict[str, Any] = {
+            "loss": loss.name,
+            "objective": loss.claims.objective,
+            "dtype": dtype,
+            "property": name,
+        }
         given |= {} if self.device == "cpu" else {"device": self.device}
+        given |= {"seed": self.seed} if self.seed else {}
         return Check(loss.name, name, case, dtype, compare, given, **more)
 
     def __iter__(self) -> Iterator[Check]:
@@ -74,12 +82,12 @@ class LossSelection:
             if not own or (self.cases is not None and name not in self.cases):
                 continue
             try:
-                cases.build(name, dtype, loss.claims, loss.facts)
+                cases.build(name, dtype, loss.claims, loss.facts, self.seed)
             except ValueError as missing:
                 yield self._check(loss, dtype, case=name, reason=str(missing))
                 continue
             for each in own:
-                held_by = partial(_held, each, loss, name, dtype, self.device)
+                held_by = partial(_held, each, loss, name, dtype, self.device, self.seed)
                 yield self._check(loss, dtype, each.name, name, held_by, device=self.device)
 
     def _of_ranks(self, loss: Loss) -> Iterator[Check]:
@@ -111,14 +119,14 @@ class LossSelection:
 
 
 @lru_cache(maxsize=1)
-def _trial(loss: Loss, name: str, dtype: str, device: str) -> LossTrial:
+def _trial(loss: Loss, name: str, dtype: str, device: str, seed: int) -> LossTrial:
     """The trial of the checks that follow one another; the next case takes its place."""
-    return LossTrial(loss, cases.build(name, dtype, loss.claims, loss.facts), device)
+    return LossTrial(loss, cases.build(name, dtype, loss.claims, loss.facts, seed), device)
 
 
-def _held(each: LossProperty, loss: Loss, name: str, dtype: str, device: str) -> Comparisons:
+def _held(each: LossProperty, loss: Loss, name: str, dtype: str, device: str, seed: int) -> Comparisons:
     with one_thread(loss.arrays, device == "cpu"):
-        yield from each.check(_trial(loss, name, dtype, device))
+        yield from each.check(_trial(loss, name, dtype, device, seed))
 
 
 def check(loss: Any, claims: Claims | Mapping[str, Any] | None = None, **chosen: Any) -> Iterator[Row]:
@@ -127,7 +135,7 @@ def check(loss: Any, claims: Claims | Mapping[str, Any] | None = None, **chosen:
     Args:
         loss: see ``Loss.of``.
         claims: see ``Loss.of``.
-        **chosen: ``cases``, ``properties``, ``dtypes``, ``device``: see ``LossSelection``.
+        **chosen: ``cases``, ``properties``, ``dtypes``, ``device``, ``seed``: see ``LossSelection``.
 
     Returns:
         Rows as of ``contrastile verify``: ``backend`` is the loss's name, ``ratio`` the largest error over its bound,

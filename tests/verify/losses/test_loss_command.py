@@ -54,12 +54,16 @@ def test_a_right_loss_passes_and_the_verdict_lists_what_is_not_claimed(here, cap
 
 
 def test_a_wrong_loss_fails_and_its_command_fails_again(here, capsys):
-    words = ["verify", "--loss", "my_kernels:wrong", "my_kernels:right", *QUICK, "--quiet"]
-    assert main(words) == 1
+    words = ["verify", "--loss", "my_kernels:wrong", "my_kernels:right", *QUICK, "--quiet", "--seed", "7"]
+    assert main([*words, "--json", "rows.json"]) == 1
+    read = json.loads((here / "rows.json").read_text(encoding="utf-8"))
+    assert (read["seed"], read["loose"]) == (7, False)
+    assert read["command"].endswith("--seed 7 --json rows.json")
     out = capsys.readouterr().out
     assert "FAILED my_kernels:wrong value ragged float32" in out
     assert "my_kernels:right" not in out
     (command,) = [line.partition("rerun: ")[2] for line in out.splitlines() if "rerun: " in line]
+    assert "--seed 7" in command
     assert main([*shlex.split(command)[1:], "--quiet"]) == 1
     assert capsys.readouterr().out.splitlines()[2] in out
 

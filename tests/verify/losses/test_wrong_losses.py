@@ -1,0 +1,145 @@
+"""Forty wrong CLIP losses, as hurried authors and code generators write them: ``--quick`` finds every one."""
+
+import pytest
+import torch
+from plain_losses import clip as right
+from torch.nn.functional import normalize, pad
+
+from contrastile.verify.losses import check
+from contrastile.verify.options import QUICK_LOSS_CASES
+
+_memory = {}
+
+
+def of_logits(change=lambda x: x, log_sum=lambda x: x.logsumexp(1)):
+    def loss(image, text, scale):
+        x = change(scale * (image @ text.T))
+        return ((log_sum(x) + log_sum(x.T)) / 2 - x.diagonal()).mean()
+
+    return loss
+
+
+def shifted(by):
+    return lambda x: by(x).detach() + (x - by(x).detach()[:, None]).exp().sum(1).clamp_min(1e-38).log()
+
+
+def of_features(change):
+    return lambda image, text, scale: right(change(image), change(text), scale)
+
+
+def of_value(change):
+    return lambda *inputs: right(*inputs) + change(right(*inputs).detach(), *inputs) - right(*inputs).detach()
+
+
+def remembered(name, key, calls=0):
+    def recall(value, *inputs):
+        found = _memory.setdefault((name, key(*inputs)), [])
+        found.append(value)
+        return found[0] if len(found) > calls else value
+
+    return of_value(recall)
+
+
+def gradients(image, text, scale):
+    similarity, b = image @ text.T, len(image)
+    g = ((scale * similarity).softmax(1) + (scale * similarity).softmax(0)) / 2 - torch.eye(b)
+    return scale * (g @ text) / b, scale * (g.T @ image) / b, (g * similarity).sum().expand_as(scale) / b
+
+
+def by_hand(backward=lambda dloss, *inputs: [dloss * x for x in gradients(*inputs)], before=lambda *inputs: None):
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            before(*inputs)
+            ctx.save_for_backward(*inputs)
+            return right(*inputs)
+
+        @staticmethod
+        def backward(ctx, dloss):
+            return tuple(backward(dloss, *ctx.saved_tensors))
+
+    return lambda image, text, scale: Fused.apply(image, text, torch.as_tensor(scale))
+
+
+def into_one_buffer(dloss, *inputs):
+    found = [dloss * x for x in gradients(*inputs)]
+    kept = _memory.setdefault(tuple(x.shape for x in found), [torch.empty_like(x) for x in found])
+    return [buffer.copy_(x) for buffer, x in zip(kept, found, strict=True)]
+
+
+def keeping(where, value):
+    def change(x):
+        here = torch.arange(len(x))
+        return x.where(where(here[:, None], here) | (here[:, None] == here), value)
+
+    return of_logits(change)
+
+
+RIGHT = right, of_logits(), of_logits(log_sum=shifted(lambda x: x.amax(1))), by_hand()
+WRONG = {
+    # no loss at all
+    "zeros": lambda *inputs: 0 * right(*inputs),
+    "a constant": of_value(lambda value, image, *_: torch.tensor(float(len(image))).log()),
+    "a copy of the input": lambda image, text, scale: 1 * scale,
+    "the first result": remembered("first", lambda *_: None),
+    "the first result of a shape": remembered("shape", lambda image, *_: image.shape),
+    "the first result of an address": remembered("address", lambda image, *_: (image.shape, image.data_ptr())),
+    "the first result of a sum": remembered("sum", lambda image, *_: (image.shape, image.sum().item())),
+    "right for 20 calls": remembered("calls", lambda image, *_: image.shape, 20),
+    # skipped work
+    "32 rows": lambda image, text, scale: right(image[:32], text[:32], scale),
+    "whole blocks of rows": of_features(lambda x: x[: len(x) // 128 * 128 or None]),
+    "whole blocks of features": of_features(lambda x: x[:, : x.shape[1] // 16 * 16]),
+    "mean of halves": lambda image, text, scale: sum(right(image[i::2], text[i::2], scale) for i in range(2)) / 2,
+    "every second negative": keeping(lambda i, j: (i - j) % 2 == 0, -torch.inf),
+    "64 columns": keeping(lambda i, j: j < 64, -1e4),
+    "2^15 logits": keeping(lambda i, j: i * len(j) + j < 2**15, 0.0),
+    "one direction": of_logits(log_sum=lambda x: x.logsumexp(1) if x.is_contiguous() else x.diagonal()),
+    # too few digits, or too small a range
+    "float16 logits": of_logits(lambda x: x.half().float()),
+    "float16 sums": of_logits(log_sum=lambda x: x.logsumexp(1).half().float()),
+    "bfloat16 products": of_features(lambda x: x.bfloat16().float()),
+    "no maximum": of_logits(log_sum=lambda x: x.exp().sum(1).log()),
+    "a maximum of 0": of_logits(log_sum=shifted(lambda x: x.amax(1).clamp_min(0))),
+    "one maximum": of_logits(log_sum=shifted(lambda x: x.max().expand(len(x)))),
+    "an epsilon": of_logits(log_sum=lambda x: x.diagonal() - (x.softmax(1).diagonal() + 1e-8).log()),
+    "clamped logits": of_logits(lambda x: x.clamp(-50, 50)),
+    "NaN to 0": of_features(torch.nan_to_num),
+    # another loss
+    "sum": lambda image, *rest: len(image) * right(image, *rest),
+    "temperature": lambda image, text, scale: right(image, text, 1 / scale),
+    "normalised": of_features(lambda x: normalize(x, dim=1)),
+    "zero padding": of_logits(log_sum=lambda x: pad(x, (0, -len(x) % 32)).logsumexp(1)),
+    # gradients
+    "detached scale": lambda image, text, scale: right(image, text, 1 * torch.as_tensor(scale).detach()) + 0 * scale,
+    "detached texts": lambda image, text, scale: right(image, text.detach(), scale) + 0 * text.sum(),
+    "no upstream": by_hand(lambda dloss, *inputs: gradients(*inputs)),
+    "of the logarithm of the scale": by_hand(
+        lambda d, *x: [d * g for g in (*gradients(*x)[:2], x[2] * gradients(*x)[2])]
+    ),
+    "small ones dropped": by_hand(lambda d, *inputs: [d * x.where(x.abs() > 1e-4, 0) for x in gradients(*inputs)]),
+    "of the last call": by_hand(
+        lambda dloss, *_: [dloss * x for x in _memory["last"]], lambda *inputs: _memory.update(last=gradients(*inputs))
+    ),
+    "one buffer": by_hand(into_one_buffer),
+    # what a call does beside its loss
+    "scaled in place": by_hand(before=lambda image, text, scale: image.mul_(scale).div_(scale)),
+    "contiguous alone": of_features(lambda x: x.as_strided(x.shape, (x.shape[1], 1))),
+    "seeded": lambda *inputs: (torch.manual_seed(0), right(*inputs))[1],
+    "random negatives": of_logits(lambda x: x + 1e-5 * torch.rand_like(x)),
+}
+
+
+def fails(loss):
+    return any(row["status"] == "fail" for row in check(loss, {}, cases=QUICK_LOSS_CASES))
+
+
+@pytest.mark.parametrize("loss", RIGHT)
+def test_right_losses_pass(loss):
+    assert not fails(loss)
+
+
+def test_quick_finds_forty_wrong_losses():
+    assert len(WRONG) == 40
+    missed = {name for name, loss in WRONG.items() if not fails(loss)}
+    assert not missed
