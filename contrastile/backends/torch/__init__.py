@@ -61,5 +61,6 @@ backend = Backend(
     contract=2,
     compensated=True,
     limits=True,
+    guides=True,
     diagonal=Diagonal(diagonal.takes, diagonal.loss, diagonal.gradients),
 )
