@@ -79,6 +79,8 @@ def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
         Pairs(excluded=index, row_ids=index, column_ids=index, match="target"),
         Pairs(positives=index, row_limits=torch.ones(300), column_limits=torch.ones(300)),
     ]
+    guide = torch.ones(300, 384, dtype=kind)
+    every.append(replace(every[-1], row_guide=guide, column_guide=guide))
     vector, scalar = torch.ones(300), torch.tensor(1.0)
     arrays = TritonArrays()
     wide = vector.double()

@@ -148,22 +148,26 @@ def _limited(
     """
     alpha, reference, fast, _certain = path
     row_vectors, column_vectors, row_limits, column_limits = vectors
-    other = tl.zeros(acc.shape, tl.float32)
+    # each branch leaves one tile: two are more than the registers hold
     if fast:
         power = tl.math.exp2(acc * alpha - reference)
-        value = power * _vector(row_vectors, FOLDED, i, m, RAGGED)[:, None]
+        of_row = _vector(row_vectors, FOLDED, i, m, RAGGED)[:, None]
+        value = _within(power * of_row, compared, factor, row_limits, i, m, 1)
         if TWO_SIDED:
-            other = power * _vector(column_vectors, FOLDED, j, n, RAGGED)[None, :]
+            of_column = _vector(column_vectors, FOLDED, j, n, RAGGED)[None, :]
+            value += _within(power * of_column, compared, factor, column_limits, j, n, 0)
     else:
         x = rounded(acc, alpha)
-        value = _direction(x, row_vectors, i, m, RAGGED, 1)
+        value = _within(_direction(x, row_vectors, i, m, RAGGED, 1), compared, factor, row_limits, i, m, 1)
         if TWO_SIDED:
-            other = _direction(x, column_vectors, j, n, RAGGED, 0)
-    if row_limits is not None:
-        value = tl.where(beyond(compared, factor, row_limits, i, m, 1), 0.0, value)
-    if column_limits is not None:
-        other = tl.where(beyond(compared, factor, column_limits, j, n, 0), 0.0, other)
-    return value + other
+            value += _within(_direction(x, column_vectors, j, n, RAGGED, 0), compared, factor, column_limits, j, n, 0)
+    return value
+
+
+@triton.jit
+def _within(value, compared, factor, limits, i, length, AXIS: tl.constexpr):
+    """The value, and 0 beyond the limits where there are some."""
+    return value if limits is None else tl.where(beyond(compared, factor, limits, i, length, AXIS), 0.0, value)
 
 
 @triton.jit
