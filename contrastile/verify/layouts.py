@@ -93,6 +93,7 @@ class _Relocated:
     def block(self, block: Block) -> Block:
         pairs = block.pairs
         names = ("positives", "excluded", "row_ids", "column_ids", "row_limits", "column_limits")
+        names += ("row_guide", "column_guide")
         moved = {name: self.read(getattr(pairs, name), name) for name in names}
         return replace(
             block,

@@ -17,7 +17,7 @@ import numpy as np
 from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.oracle.arrays import FloatArray, float64
 from contrastile.schedules.problem import Problem
-from contrastile.verify.draws import FAR, TRAINED, Draw, Pairs, certain_pairs, pairs, unit, units, wordnet_pairs
+from contrastile.verify.draws import FAR, TRAINED, Draw, Pairs, certain_pairs, pairs, signs, unit, units, wordnet_pairs
 from contrastile.verify.losses.arguments import Arguments, ByContent, stated
 from contrastile.verify.losses.claims import KEYWORDS, Claims
 from contrastile.verify.rounding import round_to
@@ -196,6 +196,19 @@ def _optional(
     return make
 
 
+def _exact_guide(draw: Draw, given: Arguments) -> Arguments:
+    """A guide whose dot products are small integers: some are those of the positives, and are not left out."""
+    count = len(given.features[1]) + sum(map(len, given.negatives))
+    return replace(given, guide=signs(draw, len(given.features[0]), count, 13))
+
+
+def _guide(draw: Draw, given: Arguments) -> Arguments:
+    """A guide that has pairs of its own, and knows nothing of the features."""
+    rows, columns = pairs(draw, len(given.features[0]), 23)
+    more = [unit(draw.standard_normal((len(x), 23))) for x in given.negatives]
+    return replace(given, guide=(rows, np.concatenate([columns, *more])))
+
+
 def _thresholded(
     *makes: Callable[[Draw, Arguments], Arguments], relative: bool = False
 ) -> Callable[[Draw, Arguments], Arguments]:
@@ -204,7 +217,8 @@ def _thresholded(
     def make(draw: Draw, given: Arguments) -> Arguments:
         given = _optional(*makes, weighted=relative)(draw, given)
         query, key = given.features
-        x = query @ np.concatenate([key, *given.negatives]).T
+        rows, columns = given.guide or (query, np.concatenate([key, *given.negatives]))
+        x = rows @ columns.T
         own = x.diagonal()
         beyond = x / own[:, None] - 1 if relative else x - own[:, None]
         of_columns = x[:, : len(key)] / own - 1 if relative else x[:, : len(key)] - own
@@ -275,6 +289,9 @@ _OPTIONS = (
         )
     ),
     _option("threshold@relative", "by a share of the positive", 20.0, _ROWWISE, _thresholded(relative=True)),
+    _option("guide", "a guide without a threshold, and ties", 20.0, _ROWWISE, _optional(_exact_guide, weighted=False)),
+    _option("guide@relative", "a guide and a share", 20.0, _ROWWISE, _thresholded(_guide, relative=True)),
+    _option("guide@queue", "a guide of a queue, too", 20.0, _ONE, _thresholded(_queue, _guide)),
 )
 OPTIONS = tuple(each.name for each in _OPTIONS)
 """The cases of options that contrastile's own functions have."""
@@ -461,11 +478,13 @@ def formed(batch: Batch, rows: int, width: int, dtype: str, claims: Claims, fact
 
 def rounded(given: Arguments, dtype: str) -> Arguments:
     """The arguments in numbers that features of this dtype, and float32 numbers, hold."""
-    features, negatives = (tuple(round_to(x, dtype) for x in xs) for xs in (given.features, given.negatives))
+    each = given.features, given.negatives, given.guide
+    features, negatives, guide = (tuple(round_to(x, dtype) for x in xs) for xs in each)
     bias = None if given.bias is None else float(round_to(given.bias, "float32"))
     scale = float(round_to(given.scale, "float32"))
     weights = None if given.weights is None else float64(round_to(given.weights, "float32"))
-    return replace(given, features=features, negatives=negatives, scale=scale, bias=bias, weights=weights)
+    given = replace(given, scale=scale, bias=bias, weights=weights)
+    return replace(given, features=features, negatives=negatives, guide=guide)
 
 
 def sized(
