@@ -290,10 +290,9 @@ def guide(given: Any, sizes: Sequence[int], arrays: ArrayLibrary, like: Array) -
     """
     if given is None:
         return None, None
-    if not isinstance(given, (tuple, list)) or len(given) != 2:
-        raise TypeError(
-            f"guide must be two matrices, of rows and of columns, got {type(given).__name__}; give (rows, columns)"
-        )
+    count = len(given) if isinstance(given, (tuple, list)) else 1
+    if count != 2:
+        raise TypeError(f"guide must be two matrices, of the rows and of the columns, got {count}; give both")
     named = {"guide[0]": given[0], "guide[1]": given[1]}
     if not all(map(arrays.owns, given)):
         raise TypeError(f"guide must be arrays like the features, got {type(given[0]).__name__}; convert them")
