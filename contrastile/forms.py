@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from contrastile import validation
 from contrastile.backends.arrays import Array, ArrayLibrary
 
-Guide = tuple[Array | None, Array | None]
+Guide = tuple[Array, Array]
 """The guide's features of the rows and of the columns; None twice where there is no guide."""
 
 NO_GUIDE: Guide = (None, None)

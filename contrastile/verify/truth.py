@@ -156,7 +156,8 @@ def masks(problem: Problem) -> tuple[BoolArray, BoolArray]:
 
 def similarities(problem: Problem, x: FloatArray) -> FloatArray:
     """What limits are compared with, (m, n): the guide's dot products, or the logits x where there is no guide."""
-    return x if problem.row_guide is None else float64(problem.row_guide) @ float64(problem.column_guide).T
+    row_guide, column_guide = problem.row_guide, problem.column_guide
+    return x if row_guide is None or column_guide is None else logits(row_guide, column_guide, 1.0)
 
 
 def within(admitted: BoolArray, positive: BoolArray, x: FloatArray, limits: FloatArray | None) -> BoolArray:

@@ -59,7 +59,7 @@ def tiles(block: Block, options: Options) -> Iterator[Tile]:
             positive, dropped = (equal, none) if p.match == "target" else (named, equal)
             positive = positive & ~itself
             compared = x
-            if p.row_guide is not None:
+            if p.row_guide is not None and p.column_guide is not None:
                 compared = p.row_guide[r].astype(np.float64) @ p.column_guide[c].astype(np.float64).T
             over_row = none if p.row_limits is None else compared > p.row_limits[r, None]
             over_column = none if p.column_limits is None else compared > p.column_limits[c]

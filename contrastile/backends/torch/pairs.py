@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from contrastile.backends.contract import Block, Pairs
+from contrastile.backends.contract import Block
 from contrastile.backends.torch.products import LOG2_E, Products
 
 Masks = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -111,15 +111,15 @@ class _Pointers:
 
 
 class _Guide:
-    """The dot products of a guide's features: see ``contract.Pairs``."""
+    """The dot products of a guide's features, (m, e) and (n, e): see ``contract.Pairs``."""
 
-    def __init__(self, pairs: Pairs) -> None:
-        self.rows, self.columns = pairs.row_guide, pairs.column_guide
-        self._products = Products(Block(self.rows, self.columns, self.rows.new_ones(())), unit=1.0)
+    def __init__(self, rows: torch.Tensor, columns: torch.Tensor) -> None:
+        self._rows, self._columns = rows, columns
+        self._products = Products(Block(rows, columns, rows.new_ones(())), unit=1.0)
 
     def dots(self, rows: slice, columns: slice) -> torch.Tensor:
         """Those of a tile, (tr, tc), in memory of their own."""
-        q, k = (self._products.operand(cut(*x)) for x in ((self.rows, rows), (self.columns, columns)))
+        q, k = map(self._products.operand, (cut(self._rows, rows), cut(self._columns, columns)))
         out = q.new_empty((q.shape[0], k.shape[0]), dtype=self._products.state)
         return self._products.logits(q, k, out, diagonal=False)
 
@@ -135,7 +135,8 @@ class BlockPairs:
             self.positives = self.positives.masked_fill(self.positives == self._excluded, -1)
         self._own = self._is_own(self.positives)
         self._excludes_own = self._is_own(self._excluded)
-        self._guide = None if block.pairs.row_guide is None else _Guide(block.pairs)
+        rows, columns = block.pairs.row_guide, block.pairs.column_guide
+        self._guide = None if rows is None or columns is None else _Guide(rows, columns)
 
     def _is_own(self, columns: torch.Tensor | None) -> bool:
         """Whether row i's column is i, as in most losses: then nothing needs an index."""

@@ -92,7 +92,7 @@ def stated(objective: str, given: Arguments, weights: str = "float64") -> Proble
             asked.get("margin", 0.0),
             asked.get("threshold", 0.0 if given.guide else np.inf),
             asked.get("threshold_is") == "relative",
-            given.guide or None,
+            (given.guide[0], given.guide[1]) if given.guide else None,
         )
     form = FORMS[objective].form(*features, *labels, given.scale, *bias, **keywords, **more)
     m, n = len(form.q), len(form.k)
