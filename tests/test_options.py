@@ -94,3 +94,13 @@ def test_few_signatures_are_held_and_threads_may_ask_at_once() -> None:
     with ThreadPoolExecutor(4) as pool:
         assert all(all(map(torch.equal, each, expected)) for each in pool.map(ask, [7] * 4))
     assert len(CALLS.prepared) <= MOST
+
+
+def test_a_guide_is_taken_in_the_features_dtype() -> None:
+    found = [
+        contrastile.clip_loss(IMAGE, TEXT, 2.5, guide=[x.to(dtype) for x in GUIDE], backend=backend)
+        for dtype in (torch.bfloat16, torch.float32, torch.float64)
+        for backend in ("torch", "auto")
+    ]
+    assert all(torch.equal(x, found[0]) for x in found)
+    assert not torch.equal(found[0], contrastile.clip_loss(IMAGE, TEXT, 2.5))
