@@ -151,7 +151,18 @@ class MultipleNegativesRankingLoss(losses.MultipleNegativesRankingLoss):  # type
         return cast(Tensor, value)
 
 
-class CachedMultipleNegativesRankingLoss(losses.CachedMultipleNegativesRankingLoss):  # type: ignore[misc]
+class _TwoPasses:
+    """What the library's cached losses become: the second pass of the encoder has the autocast of the first."""
+
+    def embed_minibatch(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The library's: embeddings first, and last the context that their second pass enters, None without one."""
+        library: Any = super()
+        *embeddings, random_state = library.embed_minibatch(*args, **kwargs)
+        again = None if random_state is None else _Again(random_state, Autocast([embeddings[0].device]))
+        return *embeddings, again
+
+
+class CachedMultipleNegativesRankingLoss(_TwoPasses, losses.CachedMultipleNegativesRankingLoss):  # type: ignore[misc]
     """The library's ``CachedMultipleNegativesRankingLoss``, whose gradient cache is kept, with the loss in one call.
 
     ``mini_batch_size`` bounds the encoder's memory; the loss does not need it. The second pass of the encoder, in the
@@ -171,11 +182,6 @@ class CachedMultipleNegativesRankingLoss(losses.CachedMultipleNegativesRankingLo
         shared = {name: getattr(self, name) for name in _SHARED}
         self.loss = MultipleNegativesRankingLoss(self.model, settings=settings, **shared)
 
-    def embed_minibatch(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        """The library's: embeddings, and the context that their second pass enters, None without one."""
-        embeddings, random_state = super().embed_minibatch(*args, **kwargs)
-        return embeddings, None if random_state is None else _Again(random_state, Autocast([embeddings.device]))
-
     def calculate_loss(
         self, reps: Sequence[Sequence[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:
@@ -187,13 +193,10 @@ class CachedMultipleNegativesRankingLoss(losses.CachedMultipleNegativesRankingLo
             with_backward: whether to fill the embeddings' ``.grad``.
         """
         loss: Tensor = self.loss.compute_loss_from_embeddings([torch.cat(list(chunks)) for chunks in reps], labels)
-        if not with_backward:
-            return loss
-        torch.autograd.backward(loss)
-        return loss.detach()
+        return _differentiated(loss) if with_backward else loss
 
 
-class CachedGISTEmbedLoss(losses.CachedGISTEmbedLoss):  # type: ignore[misc]
+class CachedGISTEmbedLoss(_TwoPasses, losses.CachedGISTEmbedLoss):  # type: ignore[misc]
     """The library's ``CachedGISTEmbedLoss``, whose gradient cache is kept, with the loss in one call.
 
     With ``mini_batch_size`` of the whole batch it is its ``GISTEmbedLoss``. The guide's embeddings are compared in the
@@ -213,12 +216,6 @@ class CachedGISTEmbedLoss(losses.CachedGISTEmbedLoss):  # type: ignore[misc]
     def __init__(self, *args: Any, settings: Settings | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = _checked(settings)
-
-    def embed_minibatch(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any, Any]:
-        """The library's: embeddings, the guide's, and the context that their second pass enters, None without one."""
-        embeddings, guide, random_state = super().embed_minibatch(*args, **kwargs)
-        again = None if random_state is None else _Again(random_state, Autocast([embeddings.device]))
-        return embeddings, guide, again
 
     def calculate_loss(
         self, reps: Sequence[Sequence[Tensor]], reps_guided: Sequence[Sequence[Tensor]], *, with_backward: bool = False
@@ -243,10 +240,7 @@ class CachedGISTEmbedLoss(losses.CachedGISTEmbedLoss):  # type: ignore[misc]
             threshold_is=self.margin_strategy,
             **how,
         )
-        if not with_backward:
-            return loss
-        torch.autograd.backward(loss)
-        return loss.detach()
+        return _differentiated(loss) if with_backward else loss
 
     def _sides(self, reps: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[Tensor]]:
         """The rows, and the blocks of columns under one softmax, of embeddings or of the guide's: see ``_softmax``."""
@@ -277,6 +271,12 @@ class _Again:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
+
+
+def _differentiated(loss: Tensor) -> Tensor:
+    """The loss, detached, after its backward pass."""
+    torch.autograd.backward(loss)
+    return loss.detach()
 
 
 def _checked(settings: Any) -> Settings:

@@ -196,17 +196,10 @@ def _optional(
     return make
 
 
-def _exact_guide(draw: Draw, given: Arguments) -> Arguments:
-    """A guide whose dot products are small integers: some are those of the positives, and are not left out."""
+def _guide(draw: Draw, given: Arguments) -> Arguments:
+    """A guide that knows nothing of the features. Its dot products are small integers, some those of positives."""
     count = len(given.features[1]) + sum(map(len, given.negatives))
     return replace(given, guide=signs(draw, len(given.features[0]), count, 13))
-
-
-def _guide(draw: Draw, given: Arguments) -> Arguments:
-    """A guide that has pairs of its own, and knows nothing of the features."""
-    rows, columns = pairs(draw, len(given.features[0]), 23)
-    more = [unit(draw.standard_normal((len(x), 23))) for x in given.negatives]
-    return replace(given, guide=(rows, np.concatenate([columns, *more])))
 
 
 def _thresholded(
@@ -289,9 +282,8 @@ _OPTIONS = (
         )
     ),
     _option("threshold@relative", "by a share of the positive", 20.0, _ROWWISE, _thresholded(relative=True)),
-    _option("guide", "a guide without a threshold, and ties", 20.0, _ROWWISE, _optional(_exact_guide, weighted=False)),
-    _option("guide@relative", "a guide and a share", 20.0, _ROWWISE, _thresholded(_guide, relative=True)),
-    _option("guide@queue", "a guide of a queue, too", 20.0, _ONE, _thresholded(_queue, _guide)),
+    _option("guide", "a guide without a threshold, and ties", 20.0, _ROWWISE, _optional(_guide, weighted=False)),
+    _option("guide@queue", "a guide and a threshold, of a queue, too", 20.0, _ONE, _thresholded(_queue, _guide)),
 )
 OPTIONS = tuple(each.name for each in _OPTIONS)
 """The cases of options that contrastile's own functions have."""
