@@ -58,11 +58,12 @@ def tiles(block: Block, options: Options) -> Iterator[Tile]:
             named = none if p.positives is None else p.positives[r, None] == here
             positive, dropped = (equal, none) if p.match == "target" else (named, equal)
             positive = positive & ~itself
-            compared = x
+            seen = x
             if p.row_guide is not None and p.column_guide is not None:
-                compared = p.row_guide[r].astype(np.float64) @ p.column_guide[c].astype(np.float64).T
-            over_row = none if p.row_limits is None else compared > p.row_limits[r, None]
-            over_column = none if p.column_limits is None else compared > p.column_limits[c]
+                of_guide = p.row_guide[r], p.column_guide[c]
+                seen = np.matmul(of_guide[0], of_guide[1].T, dtype=np.float64)
+            over_row = none if p.row_limits is None else seen > p.row_limits[r, None]
+            over_column = none if p.column_limits is None else seen > p.column_limits[c]
             admitted, beyond = positive | ~(dropped | itself), (over_row, over_column)
             yield Tile(r, c, q, k, x, positive, admitted, beyond)
 
