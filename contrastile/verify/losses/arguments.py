@@ -12,6 +12,7 @@ from contrastile.oracle import named
 from contrastile.oracle.arrays import FloatArray, IntArray, float64
 from contrastile.oracle.pairs import target_weights
 from contrastile.schedules.problem import Problem
+from contrastile.verify.draws import Draw, signs
 from contrastile.verify.rearrange import folded, split
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Outcome
@@ -68,6 +69,15 @@ class Arguments:
     weights: FloatArray | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     guide: tuple[FloatArray, ...] = ()
+
+
+def guided(draw: Draw, given: Arguments) -> Arguments:
+    """With a guide that knows nothing of the features.
+
+    Its dot products are small integers, exact in every dtype: some are those of positives, and are not left out.
+    """
+    count = len(given.features[1]) + sum(map(len, given.negatives))
+    return replace(given, guide=signs(draw, len(given.features[0]), count, 13))
 
 
 def stated(objective: str, given: Arguments, weights: str = "float64") -> Problem:

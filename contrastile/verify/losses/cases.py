@@ -17,8 +17,8 @@ import numpy as np
 from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.oracle.arrays import FloatArray, float64
 from contrastile.schedules.problem import Problem
-from contrastile.verify.draws import FAR, TRAINED, Draw, Pairs, certain_pairs, pairs, signs, unit, units, wordnet_pairs
-from contrastile.verify.losses.arguments import Arguments, ByContent, stated
+from contrastile.verify.draws import FAR, TRAINED, Draw, Pairs, certain_pairs, pairs, unit, units, wordnet_pairs
+from contrastile.verify.losses.arguments import Arguments, ByContent, guided, stated
 from contrastile.verify.losses.claims import KEYWORDS, Claims
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Truth, truth
@@ -196,12 +196,6 @@ def _optional(
     return make
 
 
-def _guide(draw: Draw, given: Arguments) -> Arguments:
-    """A guide that knows nothing of the features. Its dot products are small integers, some those of positives."""
-    count = len(given.features[1]) + sum(map(len, given.negatives))
-    return replace(given, guide=signs(draw, len(given.features[0]), count, 13))
-
-
 def _thresholded(
     *makes: Callable[[Draw, Arguments], Arguments], relative: bool = False
 ) -> Callable[[Draw, Arguments], Arguments]:
@@ -210,8 +204,7 @@ def _thresholded(
     def make(draw: Draw, given: Arguments) -> Arguments:
         given = _optional(*makes, weighted=relative)(draw, given)
         query, key = given.features
-        rows, columns = given.guide or (query, np.concatenate([key, *given.negatives]))
-        x = rows @ columns.T
+        x = query @ np.concatenate([key, *given.negatives]).T
         own = x.diagonal()
         beyond = x / own[:, None] - 1 if relative else x - own[:, None]
         of_columns = x[:, : len(key)] / own - 1 if relative else x[:, : len(key)] - own
@@ -269,9 +262,7 @@ _OPTIONS = (
     # of the shapes of the one before
     _option("margin@below", "a margin below 0", HIGH, (*_ROWWISE, *_SELF), _optional(margin=-0.15)),
     _option(
-        "margin@inside",
-        "a margin with the sum inside",
-        *(20.0, _ROWWISE, _optional(_few, **_SHARED, **_INSIDE, margin=0.35)),
+        "margin@inside", "a margin, sum inside", 20.0, _ROWWISE, _optional(_few, **_SHARED, **_INSIDE, margin=0.35)
     ),
     *(
         replace(_option("threshold" + name, about, 20.0, of, make), draw=_unpaired)
@@ -282,8 +273,8 @@ _OPTIONS = (
         )
     ),
     _option("threshold@relative", "by a share of the positive", 20.0, _ROWWISE, _thresholded(relative=True)),
-    _option("guide", "a guide without a threshold, and ties", 20.0, _ROWWISE, _optional(_guide, weighted=False)),
-    _option("guide@queue", "a guide and a threshold, of a queue, too", 20.0, _ONE, _thresholded(_queue, _guide)),
+    _option("guide", "a guide without a threshold, and ties", 20.0, _ROWWISE, _optional(guided, weighted=False)),
+    _option("guide@queue", "a guide of a queue, too", 20.0, _ONE, _optional(_queue, guided, threshold=1.0)),
 )
 OPTIONS = tuple(each.name for each in _OPTIONS)
 """The cases of options that contrastile's own functions have."""
@@ -470,13 +461,11 @@ def formed(batch: Batch, rows: int, width: int, dtype: str, claims: Claims, fact
 
 def rounded(given: Arguments, dtype: str) -> Arguments:
     """The arguments in numbers that features of this dtype, and float32 numbers, hold."""
-    each = given.features, given.negatives, given.guide
-    features, negatives, guide = (tuple(round_to(x, dtype) for x in xs) for xs in each)
+    features, negatives = (tuple(round_to(x, dtype) for x in xs) for xs in (given.features, given.negatives))
     bias = None if given.bias is None else float(round_to(given.bias, "float32"))
     scale = float(round_to(given.scale, "float32"))
     weights = None if given.weights is None else float64(round_to(given.weights, "float32"))
-    given = replace(given, scale=scale, bias=bias, weights=weights)
-    return replace(given, features=features, negatives=negatives, guide=guide)
+    return replace(given, features=features, negatives=negatives, scale=scale, bias=bias, weights=weights)
 
 
 def sized(
