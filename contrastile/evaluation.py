@@ -86,7 +86,8 @@ def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan,
     dtype = library.dtype(problem.rows)
     if backend == "auto":
         place = library.place(problem.rows) if blocking is None else str(blocking.device)
-        backend = choose(library.name, place, dtype, options.precision, problem.placement is not None)
+        asked = problem.placement is not None, problem.row_guide is not None
+        backend = choose(library.name, place, dtype, options.precision, *asked)
     return Plan(problem, backend, settled(options, backend, dtype), library), loss
 
 

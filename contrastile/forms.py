@@ -8,6 +8,11 @@ from typing import Any, NamedTuple
 from contrastile import validation
 from contrastile.backends.arrays import Array, ArrayLibrary
 
+Guide = tuple[Array, Array]
+"""The guide's features of the rows and of the columns; None twice where there is no guide."""
+
+NO_GUIDE: Guide = (None, None)
+
 
 class Threshold(NamedTuple):
     """By how much a negative's dot product may exceed the positive's; ``relative``: as a share of the positive's."""
@@ -15,15 +20,22 @@ class Threshold(NamedTuple):
     value: float
     relative: bool
 
-    def of(self, arrays: ArrayLibrary, rows: Array, columns: Array, scale: Array) -> Array:
-        """The limits of rows whose positives are the columns of the same numbers: logits, without a gradient."""
-        dtype = arrays.dtype(scale)
-        own = arrays.row_dots(rows, columns, dtype)
-        return arrays.detached(scale) * (own * (1.0 + self.value) if self.relative else own + self.value)
+    def of(self, arrays: ArrayLibrary, rows: Array, columns: Array, scale: Array, guide: Guide = NO_GUIDE) -> Array:
+        """The limits of rows whose positives are the columns of the same numbers, without a gradient.
+
+        They are logits, or dot products of the guide.
+        """
+        dtype, of_guide = arrays.dtype(scale), guide[0] is not None
+        q, k = guide if of_guide else (rows, columns)
+        own = arrays.row_dots(q, k[: rows.shape[0]], dtype)
+        found = own * (1.0 + self.value) if self.relative else own + self.value
+        return found if of_guide else arrays.detached(scale) * found
 
 
-def threshold_of(threshold: Any, threshold_is: Any, positives: Array | None = None) -> Threshold | None:
-    """What two arguments of these names ask for.
+def threshold_of(
+    threshold: Any, threshold_is: Any, positives: Array | None = None, guide: Any = None
+) -> Threshold | None:
+    """What two arguments of these names ask for; with a guide the threshold is 0 where it is left out.
 
     Raises:
         TypeError, ValueError: one of them is wrong, or other columns than the rows' own are positive.
@@ -33,12 +45,14 @@ def threshold_of(threshold: Any, threshold_is: Any, positives: Array | None = No
             f"threshold_is must be 'absolute' or 'relative', got {threshold_is!r}; say what is added to the positive's "
             "dot product: the threshold, or that share of it"
         )
-    if threshold is None:
+    if threshold is None and guide is None:
         return None
     if positives is not None:
+        name = "threshold" if guide is None else "guide"
         raise ValueError(
-            "threshold must be None with positives=, got both; give statistics() the row_limits of these positives"
+            f"{name} must be None with positives=, got both; give statistics() the row_limits of these positives"
         )
+    threshold = 0.0 if threshold is None else threshold
     most = sys.float_info.max
     return Threshold(validation.option("threshold", threshold, -most, most, "None"), threshold_is == "relative")
 
@@ -89,8 +103,8 @@ def form_of(
     if limit is not None and (smoothing or match == "target"):
         other = "label_smoothing" if smoothing else "ids_are='positives'"
         raise ValueError(
-            f"threshold must be None with {other}, got {limit.value}: it leaves out columns by the one positive of "
-            "their row; leave one out"
+            f"threshold and guide must be None with {other}, got {limit.value}: they leave out columns by the one "
+            "positive of their row; leave one out"
         )
     if smoothing and margin:
         raise ValueError("label_smoothing must be 0 with a margin, got both; leave one out")

@@ -54,6 +54,7 @@ def statistics(
     ids_are: str = "false_negatives",
     row_limits: Array | None = None,
     column_limits: Array | None = None,
+    guide: tuple[Array, Array] | None = None,
     **settings: Unpack[Settings],
 ) -> Statistics:
     """What losses are made of, without the matrix of logits: N, P and D of every row and of every column.
@@ -81,6 +82,8 @@ def statistics(
         row_limits: (m,) floating point, without a gradient: the row's negatives with a larger logit do not count.
             Not of rows against themselves.
         column_limits: (n + all negatives,), likewise of the columns.
+        guide: (m, e) and (n + all negatives, e): limits are then compared with the dot products of these features, not
+            with the logits: see ``clip_loss``.
         **settings: see ``contrastile.plan.Settings``.
 
     Returns:
@@ -104,6 +107,7 @@ def statistics(
         ids_are=ids_are,
         row_limits=row_limits,
         column_limits=column_limits,
+        guide=guide,
     )
     m = rows.shape[0]
     of_rows = Side(*found[:, :m])
@@ -123,6 +127,7 @@ def clip_loss(
     margin: float = 0.0,
     threshold: float | None = None,
     threshold_is: str = "absolute",
+    guide: tuple[Array, Array] | None = None,
     **settings: Unpack[Settings],
 ) -> Array:
     """Symmetric image-text loss: the mean of the two directions' InfoNCE (Inf-CL Eq. 1 both ways; DisCo Eq. 1 halved).
@@ -146,6 +151,9 @@ def clip_loss(
             the other direction, by more than this: they are likely false ones (Qwen3-Embedding: 0.1). It may be
             negative; no gradient flows through the comparison. Not with label smoothing or ``ids_are="positives"``.
         threshold_is: "absolute", or "relative": then a share of the positive's dot product (NV-Retriever: -0.05).
+        guide: (b, e) features of the images and (b, e) of the texts that another model gave them, floating point,
+            without a gradient; used as given, in the features' dtype. The threshold is then one of their dot products,
+            and 0 where it is left out (GISTEmbed).
         **settings: how to compute it, and with whom: see ``contrastile.plan.Settings``.
 
     Returns:
@@ -163,6 +171,7 @@ def clip_loss(
     """
     options: Any = {"ids_are": ids_are, "sum_positives": sum_positives, "weights": weights, "margin": margin}
     options |= {"label_smoothing": label_smoothing, "threshold": threshold, "threshold_is": threshold_is}
+    options["guide"] = guide
     return evaluate(BUILDERS["clip_loss"], settings, image, text, scale, ids=ids, **options)
 
 
@@ -182,6 +191,7 @@ def info_nce(
     margin: float = 0.0,
     threshold: float | None = None,
     threshold_is: str = "absolute",
+    guide: tuple[Array, Array] | None = None,
     **settings: Unpack[Settings],
 ) -> Array:
     """One-direction InfoNCE: each query against all keys and negatives under one log-sum-exp (Inf-CL Eq. 1).
@@ -206,6 +216,7 @@ def info_nce(
         margin: see ``clip_loss``.
         threshold: see ``clip_loss``; not with ``positives``.
         threshold_is: see ``clip_loss``.
+        guide: (m, e) features of the queries and (n + all negatives, e) of the columns: see ``clip_loss``.
         **settings: see ``contrastile.plan.Settings``.
 
     Returns:
@@ -233,6 +244,7 @@ def info_nce(
         margin=margin,
         threshold=threshold,
         threshold_is=threshold_is,
+        guide=guide,
     )
 
 

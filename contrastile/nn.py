@@ -71,6 +71,7 @@ class _Loss(torch.nn.Module):
         *,
         ids: Tensor | None = None,
         weights: Tensor | None = None,
+        guide: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """The loss, or ``{"contrastive_loss": loss}`` with ``output_dict``.
 
@@ -83,6 +84,7 @@ class _Loss(torch.nn.Module):
             output_dict: whether to return a dict.
             ids: (b,) integers, or None: see ``contrastile.clip_loss``.
             weights: (b,) likewise.
+            guide: two matrices, of ``ClipLoss`` alone, likewise.
 
         Raises:
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
@@ -91,6 +93,8 @@ class _Loss(torch.nn.Module):
         bias = 0.0 if logit_bias is None else logit_bias
         numbers = (logit_scale, bias) if self.name == "sigmoid_loss" else (logit_scale,)
         given = {"ids": ids, "weights": weights, **self.options}
+        if guide is not None:
+            given["guide"] = guide
         loss = self._evaluate(BUILDERS[self.name], image_features, text_features, *numbers, **given)
         if self.name == "clip_loss" and isinstance(logit_bias, Tensor):
             # zero, but a parameter that took part: DDP would otherwise wait for its gradient

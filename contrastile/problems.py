@@ -14,7 +14,7 @@ from contrastile import validation
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import state_dtype
 from contrastile.backends.objectives import STATISTICS
-from contrastile.forms import form_of, threshold_of
+from contrastile.forms import Guide, form_of, threshold_of
 from contrastile.schedules.handshake import ALONE, Handshake
 from contrastile.schedules.local import Gradients, both_sides
 from contrastile.schedules.problem import Problem
@@ -47,24 +47,27 @@ def clip(
     margin: float = 0.0,
     threshold: float | None = None,
     threshold_is: str = "absolute",
+    guide: Any = None,
     world: Handshake = ALONE,
 ) -> LossProblem:
     """Both directions, halved: u = v = 1 / (2b); the positive of row i is column i."""
     check = world.known or validation
-    limit = threshold_of(threshold, threshold_is)
+    limit = threshold_of(threshold, threshold_is, None, guide)
     form, agreed = form_of(ids, ids_are, sum_positives, label_smoothing, margin, limit, weights=weights, name="ids")
     arrays, (rows, columns) = check.features(world.alone, image=image, text=text)
     check.paired("image", image, "text", text, "use info_nce for keys without a query")
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
     same = None if ids is None else check.integers("ids", ids, m, "pair", arrays, rows)
     factor = check.scalar("scale", scale, arrays, state, rows)
-    met = world.meet(arrays, rows, (columns,), (scale, factor), loss="clip_loss", ids=ids is not None, **agreed)
+    of_guide = check.guide(guide, (m, m), arrays, rows)
+    shared = {"loss": "clip_loss", "ids": ids is not None, "guide": _width(of_guide), **agreed}
+    met = world.meet(arrays, rows, (columns,), (scale, factor), **shared)
     u, weight, target, positives = _equal(check, arrays, 0.5 / met.rows, met.start, met.start + m, state, rows)
     if weights is not None:
         weight = _shares(world, arrays, check.floats("weights", weights, m, "pair", arrays, rows), state, 0.5)
     if ids_are == "positives":
         target, positives = _reciprocal(arrays, world.count_in(arrays, same, arrays.sorted(same)[0]), state), None
-    limits = None if limit is None else limit.of(arrays, rows, columns, factor)
+    limits = None if limit is None else limit.of(arrays, rows, columns, factor, of_guide)
     problem = Problem(
         rows=rows,
         columns=(columns,),
@@ -80,6 +83,8 @@ def clip(
         whole=u if same is None and not agreed else None,
         row_limits=limits,
         column_limits=limits,
+        row_guide=of_guide[0],
+        column_guide=of_guide[1],
         **form,
     )
     return LossProblem(arrays, problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0])), g.scale))
@@ -101,6 +106,7 @@ def info_nce(
     margin: float = 0.0,
     threshold: float | None = None,
     threshold_is: str = "absolute",
+    guide: Any = None,
     world: Handshake = ALONE,
 ) -> LossProblem:
     """One direction: u = 1 / m, no column weights; the key and each block of negatives share one log-sum-exp.
@@ -108,7 +114,7 @@ def info_nce(
     Where ids give the positives, u = 1 / (queries that have one).
     """
     check = world.known or validation
-    limit = threshold_of(threshold, threshold_is, positives)
+    limit = threshold_of(threshold, threshold_is, positives, guide)
     form, agreed = form_of(row_ids, ids_are, sum_positives, label_smoothing, margin, limit, positives, weights)
     of_ids = ids_are == "positives"
     named = _named(negatives)
@@ -123,12 +129,14 @@ def info_nce(
     if positives is None and not of_ids:
         check.paired("query", query, "key", key, "give positives= to say which key is whose")
     where = None if positives is None else check.integers("positives", positives, m, "query", arrays, rows)
+    of_guide = check.guide(guide, (m, n), arrays, rows)
     met = world.meet(
         arrays,
         rows,
         columns,
         (scale, factor),
         loss="info_nce",
+        guide=_width(of_guide),
         positives=where is not None,
         row_ids=row_ids is not None,
         **agreed,
@@ -158,7 +166,9 @@ def info_nce(
         column_ids=of_columns,
         placement=met.placement,
         whole=u if plain else None,
-        row_limits=None if limit is None else limit.of(arrays, rows, columns[0], factor),
+        row_limits=None if limit is None else limit.of(arrays, rows, columns[0], factor, of_guide),
+        row_guide=of_guide[0],
+        column_guide=of_guide[1],
         **form,
     )
     return LossProblem(arrays, problem, lambda g: (*_like(arrays, (query, key), (g.rows, g.columns[0])), g.scale))
@@ -325,6 +335,7 @@ def statistics(
     ids_are: str = "false_negatives",
     row_limits: Array | None = None,
     column_limits: Array | None = None,
+    guide: Any = None,
     world: Handshake = ALONE,
 ) -> LossProblem:
     """N, P and D of the rows and of the columns: t = 1 / the number of positives."""
@@ -332,10 +343,12 @@ def statistics(
     form, agreed = form_of(row_ids, ids_are, positives=positives)
     match = "target" if ids_are == "positives" else "drop"
     of_others = {"negatives": negatives, "column_ids": column_ids, "positives": positives}
-    of_others |= {"row_limits": row_limits, "column_limits": column_limits}
+    of_others |= {"row_limits": row_limits, "column_limits": column_limits, "guide": guide}
     for name, given in of_others.items():
         if itself and given is not None:
             raise ValueError(f"{name} must be None with columns=None, got one; give row_ids, or columns")
+    if guide is not None and row_limits is column_limits is None:
+        raise ValueError("guide must be None without limits, got one; give row_limits or column_limits, or both")
     named = {} if itself else {"columns": columns} | _named(negatives)
     arrays, (rows, *blocks) = check.features(world.alone, may_be_empty=set(named) - {"columns"}, rows=rows, **named)
     m, n, state = rows.shape[0], sum(x.shape[0] for x in blocks), state_dtype(arrays.dtype(rows))
@@ -348,7 +361,9 @@ def statistics(
     where = None if positives is None else check.integers("positives", positives, m, "row", arrays, rows)
     if where is None and match == "drop" and not itself:
         check.paired("rows", rows, "columns", blocks[0], "give positives= to say which column is whose")
+    of_guide = check.guide(guide, (m, n), arrays, rows)
     asked = {"positives": where is not None, "ids": ids[0] is not None, "limits": tuple(x is not None for x in limits)}
+    asked["guide"] = _width(of_guide)
     met = world.meet(arrays, rows, blocks or (rows,), (scale, factor), loss="statistics", **asked, **agreed)
     own = arrays.arange(met.start, met.start + m, rows)
     t, over = (arrays.full((size,), 1.0, state, rows) for size in (m, n))
@@ -375,6 +390,8 @@ def statistics(
         placement=None if met.placement is None else replace(met.placement, reduction="sum"),
         row_limits=limits[0],
         column_limits=limits[1],
+        row_guide=of_guide[0],
+        column_guide=of_guide[1],
         **{**form, "kind": STATISTICS},
     )
     return LossProblem(arrays, problem, lambda g: ())
@@ -394,6 +411,11 @@ def _named(negatives: Array | Sequence[Array] | None) -> dict[str, Array]:
     """The blocks of negatives by the names that errors give them."""
     more = () if negatives is None else tuple(negatives) if isinstance(negatives, Sequence) else (negatives,)
     return {f"negatives[{i}]": x for i, x in enumerate(more)}
+
+
+def _width(guide: Guide) -> int | None:
+    """Of the guide's features, which every rank must have alike."""
+    return None if guide[0] is None else int(guide[0].shape[1])
 
 
 def ids_of_both(check: Any, arrays: ArrayLibrary, rows: Array, of: str, *given: tuple[Array | None, int]) -> list[Any]:

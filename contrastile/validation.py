@@ -178,6 +178,13 @@ class Known:
         """The vector as float64."""
         return self.arrays.cast(x, "float64")
 
+    def guide(self, given: Any, *others: Any) -> tuple[Array | None, Array | None]:
+        """The guide's features in the features' dtype."""
+        if given is None:
+            return None, None
+        first, second = self.features(**dict(zip(("rows", "columns"), given, strict=True)))[1]
+        return first, second
+
     def once(self, name: str, make: Callable[[], T]) -> T:
         """The result of ``make``, which depends on the signature alone; made once, and never written to."""
         found: T = self.made[name] if name in self.made else self.made.setdefault(name, make())
@@ -272,6 +279,34 @@ def floats(name: str, x: Any, length: int, of: str, arrays: ArrayLibrary, like: 
     if getattr(x, "requires_grad", False):
         raise ValueError(f"{name} must not require a gradient, got some that do; detach() them")
     return arrays.cast(x, "float64")
+
+
+def guide(given: Any, sizes: Sequence[int], arrays: ArrayLibrary, like: Array) -> tuple[Array | None, Array | None]:
+    """A guide's features of the rows and of the columns, so many, in the features' dtype; None twice for None.
+
+    Raises:
+        TypeError: not two matrices of floating-point numbers like the features.
+        ValueError: of other lengths, of different widths, on another device, or with a gradient.
+    """
+    if given is None:
+        return None, None
+    count = len(given) if isinstance(given, (tuple, list)) else 1
+    if count != 2:
+        raise TypeError(f"guide must be two matrices, of the rows and of the columns, got {count}; give both")
+    named = {"guide[0]": given[0], "guide[1]": given[1]}
+    if not all(map(arrays.owns, given)):
+        raise TypeError(f"guide must be arrays like the features, got {type(given[0]).__name__}; convert them")
+    _, (rows, columns) = features(False, **named)
+    for (name, x), size in zip(named.items(), sizes, strict=True):
+        if x.shape[0] != size:
+            raise ValueError(f"{name} must have {size} rows, got {x.shape[0]}; give each row and each column its own")
+        if arrays.place(x) != arrays.place(like):
+            raise ValueError(
+                f"{name} must be on the features' device {arrays.place(like)}, got {arrays.place(x)}; move it there"
+            )
+        if getattr(x, "requires_grad", False):
+            raise ValueError(f"{name} must not require a gradient, got one that does; detach() it")
+    return arrays.cast(rows, arrays.dtype(like)), arrays.cast(columns, arrays.dtype(like))
 
 
 def _one_for_each(name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, like: Array) -> None:

@@ -79,6 +79,8 @@ def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
         Pairs(excluded=index, row_ids=index, column_ids=index, match="target"),
         Pairs(positives=index, row_limits=torch.ones(300), column_limits=torch.ones(300)),
     ]
+    guide = torch.ones(300, 384, dtype=kind)
+    every.append(replace(every[-1], row_guide=guide, column_guide=guide))
     vector, scalar = torch.ones(300), torch.tensor(1.0)
     arrays = TritonArrays()
     wide = vector.double()
@@ -121,11 +123,13 @@ def resources(architecture: int, dtype: str, plain: bool = False, precision: str
             if (isinstance(value, bool) and key.isupper()) or key in ("IDS", "BM", "BN", "BK", "PARTS")
         )
         variant = (dtype if precision == "ieee" else f"{dtype}/{precision}") + flags
-        if (name, variant) not in table:
+        warps = kernel.metadata.num_warps
+        # with a guide there are others
+        if (name, variant, warps) not in table:
             registers, local = _usage(kernel.asm["cubin"])
             row = {"kernel": name, "variant": variant, "architecture": architecture, "registers": registers}
-            more = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
-            table[name, variant] = row | {"spilled": local} | more
+            more = {"shared": kernel.metadata.shared, "warps": warps}
+            table[name, variant, warps] = row | {"spilled": local} | more
     return [table[key] for key in sorted(table)]
 
 

@@ -21,6 +21,7 @@ draw = torch.Generator().manual_seed(0)
 IMAGE, TEXT, KEYS = (torch.randn(n, WIDTH, generator=draw, dtype=torch.float64) / 2 for n in (B, B, N))
 LABELS, OF_KEYS = (torch.randint(0, 9, (n,), generator=draw) for n in (B, N))
 WEIGHTS = torch.rand(B, generator=draw, dtype=torch.float64)
+GUIDE = tuple(torch.randint(-1, 2, (B, 9), generator=draw).float() for _ in range(2))
 SCALE = torch.tensor(2.5, dtype=torch.float64)
 
 
@@ -33,8 +34,14 @@ CHOICES: list[dict[str, Any]] = [
 ]
 
 
+# of another dtype than the features
+GUIDES: list[dict[str, Any]] = [{"guide": GUIDE}, {"guide": GUIDE[::-1], "threshold": 1.0}]
+
+
+@pytest.mark.parametrize("choices", [CHOICES, GUIDES])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_calls_one_after_another_have_the_bits_of_a_first_call(compiled: bool) -> None:
+def test_calls_one_after_another_have_the_bits_of_a_first_call(compiled: bool, choices: list[dict[str, Any]]) -> None:
+    torch.compiler.reset()
     loss: Any = contrastile.clip_loss
 
     def made(call: Any, options: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
@@ -42,12 +49,12 @@ def test_calls_one_after_another_have_the_bits_of_a_first_call(compiled: bool) -
         return call(*given, **options, weights=WEIGHTS), given
 
     expected = []
-    for options in CHOICES:
+    for options in choices:
         CALLS.prepared.clear()
         value, given = made(loss, options)
         expected.append([value, *torch.autograd.grad(value, given)])
     call = torch.compile(loss, backend="eager", fullgraph=True) if compiled else loss
-    pending = [made(call, options) for options in CHOICES * 2]
+    pending = [made(call, options) for options in choices * 2]
     # every backward pass after all forward passes: none may have the numbers of the last
     for (value, given), right in zip(pending, expected * 2, strict=True):
         assert all(map(torch.equal, [value, *torch.autograd.grad(value, given)], right))
@@ -69,6 +76,9 @@ def test_a_backend_that_knows_no_limits_is_given_none() -> None:
     problem = problems.clip(IMAGE, TEXT, 2.0, threshold=0.1).problem
     with pytest.raises(UnsupportedProblemError, match="limits and thresholds must be None"):
         compute.problem_loss(problem, replace(load("torch"), limits=False), Options())
+    problem = problems.clip(IMAGE, TEXT, 2.0, guide=GUIDE).problem
+    with pytest.raises(UnsupportedProblemError, match="guide must be None, got one; name another backend"):
+        compute.problem_loss(problem, replace(load("torch"), guides=False), Options())
 
 
 def test_few_signatures_are_held_and_threads_may_ask_at_once() -> None:
@@ -84,3 +94,13 @@ def test_few_signatures_are_held_and_threads_may_ask_at_once() -> None:
     with ThreadPoolExecutor(4) as pool:
         assert all(all(map(torch.equal, each, expected)) for each in pool.map(ask, [7] * 4))
     assert len(CALLS.prepared) <= MOST
+
+
+def test_a_guide_is_taken_in_the_features_dtype() -> None:
+    found = [
+        contrastile.clip_loss(IMAGE, TEXT, 2.5, guide=[x.to(dtype) for x in GUIDE], backend=backend)
+        for dtype in (torch.bfloat16, torch.float32, torch.float64)
+        for backend in ("torch", "auto")
+    ]
+    assert all(torch.equal(x, found[0]) for x in found)
+    assert not torch.equal(found[0], contrastile.clip_loss(IMAGE, TEXT, 2.5))

@@ -84,7 +84,9 @@ class Choice:
 
 
 @asked_while_tracing
-def choose(library: str, place: str, dtype: str = "float32", precision: str = "auto", group: bool = False) -> str:
+def choose(
+    library: str, place: str, dtype: str = "float32", precision: str = "auto", group: bool = False, guide: bool = False
+) -> str:
     """The name that ``backend="auto"`` stands for.
 
     Args:
@@ -93,19 +95,20 @@ def choose(library: str, place: str, dtype: str = "float32", precision: str = "a
         dtype: theirs.
         precision: that the caller asks for.
         group: whether the call has a group.
+        guide: whether it has a guide.
     """
-    return explained(library, place, dtype, precision, group).name
+    return explained(library, place, dtype, precision, group, guide).name
 
 
 @cache
-def explained(library: str, place: str, dtype: str, precision: str, group: bool) -> Choice:
+def explained(library: str, place: str, dtype: str, precision: str, group: bool, guide: bool = False) -> Choice:
     """What ``choose`` gives, and why."""
-    found = _found(library, place, dtype, precision, group)
+    found = _found(library, place, dtype, precision, group, guide)
     _log.debug("backend='auto' is %s for %s %s arrays on %s: %s", found.name, library, dtype, place, found.why)
     return found
 
 
-def _found(library: str, place: str, dtype: str, precision: str, group: bool) -> Choice:
+def _found(library: str, place: str, dtype: str, precision: str, group: bool, guide: bool) -> Choice:
     if library in ("numpy", "cupy"):
         return Choice(library, f"it computes {library} arrays where they are")
     device = place.partition(":")[0]
@@ -118,6 +121,8 @@ def _found(library: str, place: str, dtype: str, precision: str, group: bool) ->
     # backends after the one that is taken are not loaded: importing CuPy takes a while
     for name in row.order:
         reason = unusable(name, device)
+        if reason is None and guide and not load(name).guides:
+            reason = "it takes no guide"
         if reason is None:
             return Choice(name, why)
         why += f"; {name} cannot be used: {reason}"

@@ -68,6 +68,9 @@ class Pairs:
     compare the same bits, so the same pairs count. Of a NaN logit or limit nothing is left out. The sigmoid loss has
     none.
 
+    With a guide it is not the logit that a limit is compared with, but the dot product of the guide's features, which
+    another model gave the same pair. It is formed in the same tile, and has no gradient.
+
     Attributes:
         positives: (m,) int64 column of each row's positive; a value outside 0..n-1 means "not in this block". None
             with ``match="target"``: the ids say it all.
@@ -77,6 +80,9 @@ class Pairs:
         match: what equal ids mean, "drop" or "target".
         row_limits: (m,) logits, state dtype.
         column_limits: (n,) logits, state dtype; not read where the columns' statistics are not asked for.
+        row_guide: (m, e) the guide's features of the rows, in the features' dtype; None where there is no guide, or
+            there are no limits.
+        column_guide: (n, e) of the columns, given with row_guide.
     """
 
     positives: Array | None = None
@@ -86,6 +92,8 @@ class Pairs:
     match: Match = "drop"
     row_limits: Array | None = None
     column_limits: Array | None = None
+    row_guide: Array | None = None
+    column_guide: Array | None = None
 
     @property
     def limited(self) -> bool:
@@ -398,6 +406,7 @@ class Backend:
         whole: None, or the whole of a small common loss in fewer operations: see ``Whole``.
         compensated: whether statistics are (m, 2) where the state is float64: see ``SideStatistics``.
         limits: whether it takes pairs with limits; any other is given none.
+        guides: whether it takes pairs with a guide, likewise.
     """
 
     name: str
@@ -422,6 +431,7 @@ class Backend:
     whole: Whole | None = None
     compensated: bool = False
     limits: bool = False
+    guides: bool = False
 
     def check(self, block: Block, options: Options | None = None) -> None:
         """Raise UnsupportedProblemError with the reason, if this backend refuses the block or the options.
@@ -435,6 +445,8 @@ class Backend:
             self._refuse(f"precision must be {known} here, got {options.precision}; or name another backend")
         if block.pairs.limited and not self.limits:
             self._refuse("limits and thresholds must be None, got some; name another backend")
+        if block.pairs.row_guide is not None and not self.guides:
+            self._refuse("guide must be None, got one; name another backend")
         reason = self.supports(block)
         if reason:
             self._refuse(reason)

@@ -303,7 +303,7 @@ class Graphs(Signatures[_Computation]):
 GRAPHS = Graphs()
 
 
-ARRAYS = 10
+ARRAYS = 12
 """How many arrays a block has."""
 
 
@@ -313,13 +313,14 @@ def _arrays_of(block: Block) -> list[Any]:
     return [
         *(block.rows, block.columns, block.scale, block.bias),
         *(pairs.positives, pairs.excluded, pairs.row_ids, pairs.column_ids, pairs.row_limits, pairs.column_limits),
+        *(pairs.row_guide, pairs.column_guide),
     ]
 
 
 def _rebuilt(arrays: Tensors, block: Block) -> Block:
     """The block with other arrays."""
-    rows, columns, scale, bias, positives, excluded, row_ids, column_ids, *limits = arrays[:ARRAYS]
-    pairs = Pairs(positives, excluded, row_ids, column_ids, block.pairs.match, *limits)
+    rows, columns, scale, bias, positives, excluded, row_ids, column_ids, *of_limits = arrays[:ARRAYS]
+    pairs = Pairs(positives, excluded, row_ids, column_ids, block.pairs.match, *of_limits)
     return replace(block, rows=rows, columns=columns, scale=scale, bias=bias, pairs=pairs)
 
 

@@ -1,6 +1,6 @@
 """sentence-transformers' losses with in-batch negatives, without their matrices of similarities.
 
-Both classes are subclasses of the library's own, with its arguments, so that its trainers, ``MatryoshkaLoss``,
+The classes are subclasses of the library's own, with its arguments, so that its trainers, ``MatryoshkaLoss``,
 ``SpladeLoss`` and ``CachedSpladeLoss`` take them. Whatever the library puts under one softmax is one ``info_nce`` here.
 """
 
@@ -54,14 +54,7 @@ class MultipleNegativesRankingLoss(losses.MultipleNegativesRankingLoss):  # type
         super().__init__(*args, **kwargs)
         if type(self.model).__name__ == "MultiVectorEncoder":
             raise TypeError("model must have one vector for each text, got a MultiVectorEncoder; use its own losses")
-        if not isinstance(settings, Mapping | None):
-            raise TypeError(
-                f"settings must be a dict, got {type(settings).__name__}; give the loss's own, such as "
-                "settings={'backend': 'triton'}"
-            )
-        self.settings: Settings = settings or {}
-        if complete(self.settings)["group"] is not None:
-            raise ValueError("settings must have no group, got one; give gather_across_devices=True instead")
+        self.settings = _checked(settings)
         if self.similarity_fct not in (cos_sim, dot_score):
             raise ValueError(
                 "similarity_fct must be util.cos_sim or util.dot_score, got "
@@ -90,7 +83,7 @@ class MultipleNegativesRankingLoss(losses.MultipleNegativesRankingLoss):  # type
 
     @property
     def _settings(self) -> Settings:
-        return {**self.settings, "group": "world" if self._shared else None}
+        return _with_group(self.settings, self._shared)
 
     @property
     def _shared(self) -> bool:
@@ -160,7 +153,18 @@ class MultipleNegativesRankingLoss(losses.MultipleNegativesRankingLoss):  # type
         return cast(Tensor, value)
 
 
-class CachedMultipleNegativesRankingLoss(losses.CachedMultipleNegativesRankingLoss):  # type: ignore[misc]
+class _TwoPasses:
+    """What the library's cached losses become: the second pass of the encoder has the autocast of the first."""
+
+    def embed_minibatch(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The library's: embeddings first, and last the context that their second pass enters, None without one."""
+        library: Any = super()
+        *embeddings, random_state = library.embed_minibatch(*args, **kwargs)
+        again = None if random_state is None else _Again(random_state, Autocast([embeddings[0].device]))
+        return *embeddings, again
+
+
+class CachedMultipleNegativesRankingLoss(_TwoPasses, losses.CachedMultipleNegativesRankingLoss):  # type: ignore[misc]
     """The library's ``CachedMultipleNegativesRankingLoss``, whose gradient cache is kept, with the loss in one call.
 
     ``mini_batch_size`` bounds the encoder's memory; the loss does not need it. The second pass of the encoder, in the
@@ -180,11 +184,6 @@ class CachedMultipleNegativesRankingLoss(losses.CachedMultipleNegativesRankingLo
         shared = {name: getattr(self, name) for name in _SHARED}
         self.loss = MultipleNegativesRankingLoss(self.model, settings=settings, **shared)
 
-    def embed_minibatch(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        """The library's: embeddings, and the context that their second pass enters, None without one."""
-        embeddings, random_state = super().embed_minibatch(*args, **kwargs)
-        return embeddings, None if random_state is None else _Again(random_state, Autocast([embeddings.device]))
-
     def calculate_loss(
         self, reps: Sequence[Sequence[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:
@@ -196,10 +195,68 @@ class CachedMultipleNegativesRankingLoss(losses.CachedMultipleNegativesRankingLo
             with_backward: whether to fill the embeddings' ``.grad``.
         """
         loss: Tensor = self.loss.compute_loss_from_embeddings([torch.cat(list(chunks)) for chunks in reps], labels)
-        if not with_backward:
-            return loss
-        torch.autograd.backward(loss)
-        return loss.detach()
+        return _differentiated(loss) if with_backward else loss
+
+
+class CachedGISTEmbedLoss(_TwoPasses, losses.CachedGISTEmbedLoss):  # type: ignore[misc]
+    """The library's ``CachedGISTEmbedLoss``, whose gradient cache is kept, with the loss in one call.
+
+    With ``mini_batch_size`` of the whole batch it is its ``GISTEmbedLoss``. The guide's embeddings are compared in the
+    dtype of the model's. Two things differ from the library: with ``gather_across_devices`` the anchors of all ranks
+    are contrasted, not a rank's own alone, and the value is that of the global batch; and where the guide finds a
+    positive's similarity negative, a relative margin raises the limit instead of lowering it.
+
+    Args:
+        *args: the library's own.
+        settings: see ``MultipleNegativesRankingLoss``.
+        **kwargs: the library's own.
+
+    Raises:
+        TypeError, ValueError: see ``MultipleNegativesRankingLoss``.
+    """
+
+    def __init__(self, *args: Any, settings: Settings | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.settings = _checked(settings)
+
+    def calculate_loss(
+        self, reps: Sequence[Sequence[Tensor]], reps_guided: Sequence[Sequence[Tensor]], *, with_backward: bool = False
+    ) -> Tensor:
+        """The loss of all chunks, 0-d; with ``with_backward`` it is detached, after its backward pass.
+
+        Args:
+            reps: the chunks' embeddings, (., d) each, of each column.
+            reps_guided: the guide's, likewise.
+            with_backward: whether to fill the embeddings' ``.grad``.
+        """
+        rows, columns = self._sides(reps)
+        row_guide, column_guide = self._sides(reps_guided)
+        how = _with_group(self.settings, self.gather_across_devices and dist.is_available() and dist.is_initialized())
+        loss: Tensor = info_nce(
+            rows,
+            columns[0],
+            1.0 / self.temperature,
+            negatives=columns[1:],
+            guide=(row_guide, torch.cat(column_guide)),
+            threshold=-self.margin,
+            threshold_is=self.margin_strategy,
+            **how,
+        )
+        return _differentiated(loss) if with_backward else loss
+
+    def _sides(self, reps: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[Tensor]]:
+        """The rows, and the blocks of columns under one softmax, of embeddings or of the guide's: see ``_softmax``."""
+        anchors, positives, *negatives = (normalize(torch.cat(list(chunks)), dim=-1) for chunks in reps)
+        rows = {"query": anchors}
+        columns = [{"query": positives}]
+        if self.contrast_anchors:
+            # of an anchor against itself the guide is surer than of any pair
+            columns.append({"query": anchors})
+        if self.contrast_positives:
+            rows["document"] = positives
+            columns.append({"document": positives})
+        columns += [{"query": x} for x in negatives]
+        return _beside(rows, rows), [_beside(rows, x) for x in columns]
 
 
 class _Again:
@@ -216,6 +273,29 @@ class _Again:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
+
+
+def _differentiated(loss: Tensor) -> Tensor:
+    """The loss, detached, after its backward pass."""
+    torch.autograd.backward(loss)
+    return loss.detach()
+
+
+def _checked(settings: Any) -> Settings:
+    """A loss's settings; raise TypeError or ValueError if they are none, or have a group."""
+    if not isinstance(settings, Mapping | None):
+        raise TypeError(
+            f"settings must be a dict, got {type(settings).__name__}; give the loss's own, such as "
+            "settings={'backend': 'triton'}"
+        )
+    found = cast(Settings, settings or {})
+    if complete(found)["group"] is not None:
+        raise ValueError("settings must have no group, got one; give gather_across_devices=True instead")
+    return found
+
+
+def _with_group(settings: Settings, shared: bool) -> Settings:
+    return {**settings, "group": "world" if shared else None}
 
 
 def _apart(mode: str | None, documents: int) -> range:

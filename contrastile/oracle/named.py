@@ -43,6 +43,8 @@ class Options(NamedTuple):
     threshold: negatives whose dot product exceeds the positive's by more are left out (Qwen3-Embedding, Eq. 2); of the
         columns, their own positive's.
     relative: whether the threshold is a share of the positive's dot product (NV-Retriever's percentage).
+    guide: (m, e) and (n, e), features of another model: the dot products that the threshold is about are theirs
+        (GISTEmbed, Sec. 3).
     """
 
     inside: bool = False
@@ -50,6 +52,7 @@ class Options(NamedTuple):
     margin: float = 0.0
     threshold: float = np.inf
     relative: bool = False
+    guide: tuple[FloatArray, FloatArray] | None = None
 
 
 PLAIN = Options()
@@ -225,7 +228,8 @@ def evaluated(form: Form) -> LossAndGradients:
         G = u[:, None] * gradient_of_sigmoid_logits(x, P, 1.0, A)
         return LossAndGradients(weighted_sum(u, sigmoid_terms(x, P, A).sum(axis=1)), *gradients(q, k, scale, G))
     lowered = np.where(P, options.margin, 0.0)
-    A, A_c = (A & (P | ~(x > limit)) for limit in limits(form))
+    compared = similarities(form, x)
+    A, A_c = (A & (P | ~(compared > limit)) for limit in limits(form))
     x = x - np.reshape(scale, (-1, 1)) * lowered
     y, y_c = targets(x, P, A, options), targets(x.T, P.T, A_c.T, options).T
     G = gradient_of_logits(x, A, u, v, y, y_c, A_c)
@@ -243,18 +247,27 @@ def evaluated(form: Form) -> LossAndGradients:
     return LossAndGradients(value, *d)
 
 
+def similarities(form: Form, x: FloatArray) -> FloatArray:
+    """What limits are compared with, (m, n): the guide's dot products, or the logits x where there is no guide."""
+    guide = form.options.guide
+    return x if guide is None else logits(*guide, 1.0)
+
+
 def limits(form: Form) -> tuple[FloatArray, FloatArray]:
     """The logits beyond which a negative is left out of its row, (m, 1), and of its column, (1, n); of the threshold.
 
-    Of a row or column with one positive; infinite where it has none. With a scale per row the columns' are (m, n).
+    With a guide its dot products. Of a row or column with one positive; infinite where it has none. With a scale per
+    row the columns' are (m, n).
     """
-    x, P, t = logits(form.q, form.k, 1.0), form.pairs.positive(len(form.q), len(form.k)), form.options.threshold
+    x, t = similarities(form, logits(form.q, form.k, 1.0)), form.options.threshold
+    P = form.pairs.positive(len(form.q), len(form.k))
+    scale, bias = (form.scale, form.bias) if form.options.guide is None else (1.0, 0.0)
     found = []
     for axis in (1, 0):
         own = np.where(P, x, 0.0).sum(axis=axis, keepdims=True)
         most = np.where(P.any(axis=axis, keepdims=True), own * (1 + t) if form.options.relative else own + t, np.inf)
         finite = np.isfinite(most)
-        limit = np.reshape(form.scale, (-1, 1)) * np.where(finite, most, 0.0) + form.bias
+        limit = np.reshape(scale, (-1, 1)) * np.where(finite, most, 0.0) + bias
         found.append(np.where(finite, limit, np.inf))
     return found[0], found[1]
 

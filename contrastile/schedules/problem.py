@@ -19,7 +19,7 @@ BLOCK = 65536
 """Rows and columns of a block that a device holds at a time, where nobody says how many: they fill a large GPU for
 several times as long as they travel."""
 
-VECTORS = 10
+VECTORS = 12
 """How many ``Problem.vectors`` there are."""
 
 
@@ -61,6 +61,8 @@ class Problem:
         match: what equal ids mean: see ``Pairs``.
         row_limits: (m,) state dtype: see ``Pairs``. Not of rows against themselves.
         column_limits: (n,) state dtype, likewise.
+        row_guide: (m, e) features: see ``Pairs``.
+        column_guide: (n, e) features, likewise.
         placement: where this rank's part lies in a problem of several ranks, None for a process alone. Rows, columns,
             weights and ids are then this rank's, and positives and excluded count over the columns of all ranks.
         blocking: None where the features are on the device and make one block.
@@ -91,6 +93,8 @@ class Problem:
     smoothing: float | None = None
     row_limits: Array | None = None
     column_limits: Array | None = None
+    row_guide: Array | None = None
+    column_guide: Array | None = None
 
     @property
     def others(self) -> Array | None:
@@ -111,7 +115,7 @@ class Problem:
 
     @property
     def vectors(self) -> tuple[Array | None, ...]:
-        """The weights, targets and pairs, None for what is absent."""
+        """The weights, targets, pairs and the guide's features, which are matrices; None for what is absent."""
         return (
             self.row_weight,
             self.row_target,
@@ -123,12 +127,14 @@ class Problem:
             self.column_ids,
             self.row_limits,
             self.column_limits,
+            self.row_guide,
+            self.column_guide,
         )
 
     @property
-    def marks(self) -> tuple[Array | None, Array | None]:
-        """What goes with the columns to decide which pairs count: their ids and their limits."""
-        return self.column_ids, self.column_limits
+    def marks(self) -> tuple[Array | None, ...]:
+        """What goes with the columns to decide which pairs count: their ids, their limits and the guide's features."""
+        return self.column_ids, self.column_limits, self.column_guide
 
     def arrays(self) -> tuple[Array | None, ...]:
         """All arrays, None for what is absent: rows, scale, bias, the vectors, the column blocks."""
@@ -137,7 +143,7 @@ class Problem:
     def with_arrays(self, arrays: Sequence[Any]) -> Problem:
         """The problem with other arrays, in the order of ``arrays``."""
         rows, scale, bias, u, t, v, other, positives, excluded, row_ids, column_ids, *rest = arrays
-        row_limits, column_limits, *columns = rest
+        row_limits, column_limits, row_guide, column_guide, *columns = rest
         return Problem(
             rows,
             tuple(columns),
@@ -160,6 +166,8 @@ class Problem:
             self.smoothing,
             row_limits,
             column_limits,
+            row_guide,
+            column_guide,
         )
 
     def for_gradients(self) -> Problem:
@@ -197,6 +205,7 @@ class Problem:
             excluded=cut(self.excluded),
             row_ids=cut(self.row_ids),
             row_limits=cut(self.row_limits),
+            row_guide=cut(self.row_guide),
         )
 
     def blocks(self) -> Iterator[tuple[slice, Block]]:
@@ -221,6 +230,8 @@ class Problem:
             match=self.match,
             row_limits=self.row_limits,
             column_limits=marks[1],
+            row_guide=self.row_guide,
+            column_guide=marks[2],
         )
         return Block(self.rows, columns, self.scale, self.bias, pairs)
 

@@ -193,7 +193,9 @@ def backward(
             )
 
     # the forward pass had the own block whole: of other shapes logits are rounded in another way, which float64 shows
-    whole = arrays.dtype(problem.rows) == "float64"
+    # and limits, which are compared again
+    limited = problem.row_limits is not None or problem.column_limits is not None
+    whole = arrays.dtype(problem.rows) == "float64" or limited
     sums = local.Sums(row_sum, _gradient_sums(ring, wanted.columns, backend, compute, whole=whole), None)
     return gradients_over_ranks(problem.rows, problem.scale, placement, sums, None, wanted, arrays)
 

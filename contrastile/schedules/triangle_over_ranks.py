@@ -100,7 +100,7 @@ class _ShardExchange:
         """Rows of this rank against rows of another."""
         part, features = self.problem.of_rows(peer.rows), peer.features[peer.columns]
         start = self.placement.shards.start(peer.owner) + peer.columns.start
-        return triangle.across(part, features, start, marks_of((peer.ids, None), peer.columns))
+        return triangle.across(part, features, start, marks_of((peer.ids, None, None), peer.columns))
 
     def send_home(self, peer: _PeerBlock, found: Sequence[Array]) -> None:
         """Send what was found of another's rows to it, and take what the rank as far ahead has found of this one's.

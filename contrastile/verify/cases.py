@@ -30,6 +30,7 @@ from contrastile.verify.draws import (
     softmax_problem,
     unit,
     units,
+    with_guide,
     with_limits,
     wordnet_pairs,
 )
@@ -131,13 +132,17 @@ def _hot(draw: Draw) -> Problem:
     return softmax_problem(*pairs(draw, 41, 72, *TRAINED), 100.0, **weights)
 
 
-def _limits(draw: Draw, scale: float, *, ids: bool = False, two_sided: bool = True) -> Problem:
+def _limits(
+    draw: Draw, scale: float, *, ids: bool = False, two_sided: bool = True, guide: int | None = None
+) -> Problem:
     weights = _signed(draw, 33, 47)
     if not two_sided:
         del weights["column_weight"]
     if ids:
         weights["ids"] = draw.integers(0, 12, 33), draw.integers(0, 12, 47)
-    return with_limits(softmax_problem(*units(draw, 33, 47, 40), scale, **weights))
+    made = softmax_problem(*units(draw, 33, 47, 40), scale, **weights)
+    # exact in every dtype
+    return with_limits(made if guide is None else with_guide(made, draw, "bfloat16", guide))
 
 
 def _staircase(draw: Draw, sign: float) -> Problem:
@@ -322,6 +327,10 @@ CASES: dict[str, Callable[[Draw], Problem]] = {
     "limits-hot": partial(_limits, scale=200.0),
     "limits-ids": partial(_limits, scale=10.0, ids=True),
     "limits-rows": partial(_limits, scale=10.0, two_sided=False),
+    "guide": partial(_limits, scale=10.0, guide=23),
+    "guide-hot": partial(_limits, scale=200.0, guide=71),
+    "guide-ids": partial(_limits, scale=10.0, ids=True, guide=40),
+    "guide-rows": partial(_limits, scale=10.0, two_sided=False, guide=1),
     "all-negative": _of(units, 33, 47, 40, np.abs, -1.0, scale=200.0),
     "opposite": _of(units, 33, 47, 40, lambda x: 1.0 + x / 8, -1.0, scale=100.0),
     "staircase": partial(_staircase, sign=-1.0),
@@ -400,6 +409,10 @@ ABOUT = {
     "limits-hot": "what is left out is far above all that counts: its exponential overflows",
     "limits-ids": "limits beside false negatives",
     "limits-rows": "limits of the rows of a loss of one direction",
+    "guide": "limits of a guide's dot products, which say nothing of the logits; its width fits no tile",
+    "guide-hot": "what the guide leaves out may be far above all that counts; it is wider than the features",
+    "guide-ids": "a guide beside false negatives",
+    "guide-rows": "a guide of one feature, of a loss of one direction",
     "all-negative": "every logit far below 0 at scale 200: zero padding or a start at 0 would win the maximum",
     "opposite": "every logit near -100, as far below 0 as norms allow: with a reference from norms all terms underflow",
     "staircase": "logits fall along the columns: every later tile is far below the running maximum",

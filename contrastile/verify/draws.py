@@ -14,7 +14,7 @@ from contrastile.oracle.arrays import FloatArray, IntArray, float64
 from contrastile.oracle.general import logits
 from contrastile.schedules.problem import Problem
 from contrastile.verify.rounding import round_to
-from contrastile.verify.truth import masks
+from contrastile.verify.truth import masks, similarities
 
 Draw = np.random.Generator
 Pairs = tuple[FloatArray, FloatArray]
@@ -109,13 +109,21 @@ def targeted(bare: Problem, row_weight: FloatArray, column_weight: FloatArray | 
     return replace(found, column_weight=round_to(column_weight, "float32"), column_target=column_target)
 
 
+def with_guide(problem: Problem, draw: Draw, dtype: str, width: int = 19) -> Problem:
+    """The problem with a guide that knows nothing of its features."""
+    guide = units(draw, len(problem.rows), sum(map(len, problem.columns)), width)
+    row_guide, column_guide = (round_to(x, dtype) for x in guide)
+    return replace(problem, row_guide=row_guide, column_guide=column_guide)
+
+
 def with_limits(problem: Problem) -> Problem:
     """The problem with limits that leave out some of each row's and of each column's negatives.
 
-    A limit lies in the middle of a wide gap, far from every logit: a rounding moves none across.
+    A limit lies in the middle of a wide gap, far from everything that is compared with it: a rounding moves nothing
+    across.
     """
     bias = 0.0 if problem.bias is None else float(problem.bias)
-    x = logits(problem.rows, np.concatenate(problem.columns), problem.scale, bias)
+    x = similarities(problem, logits(problem.rows, np.concatenate(problem.columns), problem.scale, bias))
     limits = [_in_widest_gaps(each) for each in (x, x.T)]
     return replace(problem, row_limits=limits[0], column_limits=None if problem.column_weight is None else limits[1])
 

@@ -42,6 +42,7 @@ def materialise(problem: Problem, backend: Backend, dtype: str, device: str = "c
         problem,
         rows=put(problem.rows, dtype),
         columns=tuple(put(x, dtype) for x in problem.columns),
+        **{name: put(getattr(problem, name), dtype) for name in GUIDES},
         **{name: put(getattr(problem, name), state) for name in _STATE},
         **{name: put(getattr(problem, name), "int64") for name in _INDICES},
     )
@@ -49,6 +50,7 @@ def materialise(problem: Problem, backend: Backend, dtype: str, device: str = "c
 
 _NO_GRADIENTS = local.Gradients(None, (), None, None)
 _STATE = ("scale", "bias", "row_weight", "row_target", "column_weight", "column_target", "row_limits", "column_limits")
+GUIDES = ("row_guide", "column_guide")
 _INDICES = ("positives", "excluded", "row_ids", "column_ids")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary
@@ -92,7 +92,7 @@ class _Relocated:
 
     def block(self, block: Block) -> Block:
         pairs = block.pairs
-        names = ("positives", "excluded", "row_ids", "column_ids", "row_limits", "column_limits")
+        names = [each.name for each in fields(pairs) if each.name != "match"]
         moved = {name: self.read(getattr(pairs, name), name) for name in names}
         return replace(
             block,

@@ -99,7 +99,9 @@ def shift(trial: Trial) -> Comparisons:
     old = 0.0 if trial.problem.bias is None else float(trial.problem.bias)
     # the bias stays a float32
     new, p = float64(np.float32(old + 4.0)), trial.problem
-    limits = [None if x is None else x + (new - old) for x in (p.row_limits, p.column_limits)]
+    # a guide knows of no bias
+    by = new - old if p.row_guide is None else 0.0
+    limits = [None if x is None else x + by for x in (p.row_limits, p.column_limits)]
     moved = replace(p, bias=new, row_limits=limits[0], column_limits=limits[1])
     yield "bias + 4", trial.subject.compare(moved)
 

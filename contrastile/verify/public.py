@@ -55,10 +55,16 @@ def asked(case: str, label: str) -> bool:
     return label.startswith(case.partition(":")[2])
 
 
+def _refused(name: str, subject: Subject) -> bool:
+    """Whether a case is of limits, or of a guide, which the backend does not take."""
+    kind = name.partition("@")[0]
+    return (kind == "threshold" and not subject.backend.limits) or (kind == "guide" and not subject.backend.guides)
+
+
 def _elsewhere(name: str, each: Interface, subject: Subject) -> bool:
     """Whether a case says of an interface and a dtype what it says of another."""
     option, rows, whole = name in OPTIONS, BATCHES[name].rows, subject.label == "float32"
-    if name.startswith("threshold") and not subject.backend.limits:
+    if _refused(name, subject):
         return True
     if each.plain and (option or name in ("nan", "one-pair")):
         # it has an arithmetic of its own, and sees no options
@@ -143,6 +149,8 @@ class Share(Parts):
         labels = None if given.labels is None else given.labels[own]
         weights = None if given.weights is None else given.weights[own]
         given = replace(given, labels=labels, weights=weights, keywords=keywords)
+        if given.guide:
+            given = replace(given, guide=(given.guide[0][own], given.guide[1][self.own(rank)]))
         return replace(given, features=tuple(features), negatives=tuple(negatives))
 
 
@@ -151,9 +159,19 @@ def _shared(objective: str, rows: Sequence[int], subject: Subject) -> Iterator[S
     (interface, *_) = OF_ARRAYS
     loss = of_interface(interface, objective, subject, subject.backend.arrays.name, "")
     names = {
-        "clip_loss": (CALLS, "ids@far", "several", "smoothing", "margin", "threshold"),
+        "clip_loss": (CALLS, "ids@far", "several", "smoothing", "margin", "threshold", "guide"),
         "sigmoid_loss": (CALLS, "ids@far", "bias", "several"),
-        "info_nce": (CALLS, "negatives", "positives", "ids", "queue", "own-ids", "smoothing", "threshold"),
+        "info_nce": (
+            CALLS,
+            "negatives",
+            "positives",
+            "ids",
+            "queue",
+            "own-ids",
+            "smoothing",
+            "threshold",
+            "guide@queue",
+        ),
         "nt_xent": (CALLS, "margin"),
         "sup_con": ("labels", "inside@labels"),
     }
@@ -166,7 +184,7 @@ def _shared(objective: str, rows: Sequence[int], subject: Subject) -> Iterator[S
         return formed(batch, b, _WIDTH, subject.dtype, loss.claims, loss.facts)
 
     for name in names[objective]:
-        if name == "threshold" and not subject.backend.limits:
+        if _refused(name, subject):
             continue
         here = case(replace(BATCHES.get(name, BATCHES["smoke"]), scale=12.5 if name == CALLS else 37.3))
         more = [shares(len(x), [(3 * rank + 1) % 4 for rank in range(world)]) for x in here.arguments.negatives]

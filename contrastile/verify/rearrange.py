@@ -12,8 +12,8 @@ from contrastile.oracle.arrays import IntArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import Outcome, masks
 
-ROW_VECTORS = ("row_weight", "row_target", "row_ids", "row_limits")
-COLUMN_VECTORS = ("column_weight", "column_target", "column_ids", "column_limits")
+ROW_VECTORS = ("row_weight", "row_target", "row_ids", "row_limits", "row_guide")
+COLUMN_VECTORS = ("column_weight", "column_target", "column_ids", "column_limits", "column_guide")
 POINTERS = ("positives", "excluded")
 
 

@@ -22,7 +22,7 @@ from contrastile.schedules.problem import Problem
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import GRADIENT, Comparisons, Worst, compare
-from contrastile.verify.draws import pairs, with_limits
+from contrastile.verify.draws import pairs, with_guide, with_limits
 from contrastile.verify.execution import putter
 from contrastile.verify.rearrange import folded
 from contrastile.verify.rounding import round_to
@@ -59,6 +59,8 @@ def _problems(subject: Subject) -> Iterator[tuple[str, Problem]]:
         yield kind, (stated := replace(made, row_target=target, **two_sided))
         if kind == "as many columns" and subject.backend.limits:
             yield "limits", with_limits(stated)
+        if kind == "as many columns" and subject.backend.guides:
+            yield "guide", with_limits(with_guide(stated, draw, subject.dtype))
 
 
 def bars(trial: Trial) -> Comparisons:
@@ -117,6 +119,8 @@ def _called(problem: Problem, bars: FloatArray, subject: Subject, **settings: An
     keywords = {name: put(x, "int64") for name in names if (x := getattr(problem, name)) is not None}
     limits = ("row_limits", "column_limits") if problem.row_limits is not None else ()
     keywords |= {name: put(getattr(problem, name), state_dtype(subject.dtype)) for name in limits}
+    if problem.row_guide is not None:
+        keywords["guide"] = put(problem.row_guide, subject.dtype), put(problem.column_guide, subject.dtype)
     if problem.match == "target":
         keywords["ids_are"] = "positives"
     found: Any

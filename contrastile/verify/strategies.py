@@ -18,10 +18,10 @@ from contrastile.reporting import one_line
 from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
 from contrastile.verify.comparison import Comparisons, Worst, compare, wrong
-from contrastile.verify.draws import Draw, Pairs, signs, targeted, with_limits
+from contrastile.verify.draws import Draw, Pairs, signs, targeted, with_guide, with_limits
 from contrastile.verify.plain import as_it_is, compare_with_plain
 from contrastile.verify.rounding import round_to
-from contrastile.verify.truth import masks, truth, within
+from contrastile.verify.truth import masks, similarities, truth, within
 
 if TYPE_CHECKING:
     from contrastile.verify.trial import Subject
@@ -150,9 +150,11 @@ def problem(seed: int, number: int, dtype: str) -> Drawn:
     )
     two_sided = kind == "softmax" and not itself and random.random() < 0.5
     if kind == "softmax" and not itself and random.random() < 0.2:
-        bare = with_limits(replace(bare, column_weight=np.zeros(n) if two_sided else None))
+        sided = replace(bare, column_weight=np.zeros(n) if two_sided else None)
+        bare = with_limits(with_guide(sided, random, dtype) if random.random() < 0.5 else sided)
     admitted, positive = masks(bare)
     x = logits(rows, columns, bare.scale, 0.0 if bare.bias is None else float(bare.bias))
+    x = similarities(bare, x)
     seen = within(admitted, positive, x, bare.row_limits), within(admitted.T, positive.T, x.T, bare.column_limits)
     counted = [np.asarray(each.any(axis=1)) for each in seen]
     signed = random.random() < 0.5

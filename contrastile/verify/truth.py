@@ -154,8 +154,14 @@ def masks(problem: Problem) -> tuple[BoolArray, BoolArray]:
     return pairs.admitted(m, n), pairs.positive(m, n)
 
 
+def similarities(problem: Problem, x: FloatArray) -> FloatArray:
+    """What limits are compared with, (m, n): the guide's dot products, or the logits x where there is no guide."""
+    row_guide, column_guide = problem.row_guide, problem.column_guide
+    return x if row_guide is None or column_guide is None else logits(row_guide, column_guide, 1.0)
+
+
 def within(admitted: BoolArray, positive: BoolArray, x: FloatArray, limits: FloatArray | None) -> BoolArray:
-    """The admitted pairs without the negatives beyond their limit, (own, other), of logits x and (own,) limits."""
+    """The admitted pairs without the negatives whose x is beyond their limit, (own, other), of (own,) limits."""
     return admitted if limits is None else admitted & (positive | ~(x > limits[:, None]))
 
 
@@ -183,11 +189,12 @@ def truth(problem: Problem, upstream: float | FloatArray = 1.0) -> Truth:
             G = np.where(u[:, None] == 0, 0.0, upstream * u[:, None] * G)
         else:
             bars = np.split(float64(upstream), [len(q)], axis=1) if problem.kind == "statistics" else (None, None)
-            mine = within(admitted, positive, x, problem.row_limits)
+            compared = similarities(problem, x)
+            mine = within(admitted, positive, compared, problem.row_limits)
             sides = [_direction(problem, x, mine, positive, problem.row_weight, problem.row_target, bars[0])]
             G = _gradient(problem, sides[0], upstream)
             if problem.column_weight is not None and problem.column_target is not None:
-                theirs = within(admitted.T, positive.T, x.T, problem.column_limits)
+                theirs = within(admitted.T, positive.T, compared.T, problem.column_limits)
                 given = problem.column_weight, problem.column_target, bars[1]
                 sides.append(_direction(problem, x.T, theirs, positive.T, *given))
                 G = G + _gradient(problem, sides[1], upstream).T

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         choice.explained.cache_clear()
 
     return made
+
+
+def test_a_guide_is_for_backends_that_take_one(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(90, "triton", "cupy")
+    monkeypatch.setattr(choice, "load", lambda name: SimpleNamespace(guides=name != "cupy"))
+    assert choose("torch", "cuda", "bfloat16", guide=True) == "triton"
+    assert choose("torch", "cuda", "float32", "ieee", guide=True) == "torch"
 
 
 def test_the_fastest_that_can_be_used_is_taken(machine: Machine) -> None:
@@ -174,7 +182,7 @@ def test_ranks_that_would_take_different_backends_hear_of_it(monkeypatch: pytest
         said.append(str(error.value))
 
     # each rank asks once
-    monkeypatch.setattr(handshake, "choose", lambda *call: next(names) if call[-1] is True else "")
+    monkeypatch.setattr(handshake, "choose", lambda *call: next(names) if call[4] is True else "")
     InProcessGroup[None](2).run(program)
     assert len(said) == 2
     assert len(set(said)) == 1

@@ -164,6 +164,37 @@ def test_both_passes_of_the_cached_loss_have_the_autocast_of_the_first(around: s
     assert seen.weight.grad.abs().min() > 0
 
 
+@pytest.mark.parametrize("choice", [*itertools.product((False, True), (False, True), (0.0, 0.05), (2, 3))])
+def test_gist_is_the_library_s(choice: tuple[bool, bool, float, int]) -> None:
+    from sentence_transformers.sentence_transformer import losses
+
+    from contrastile.integrations import sentence_transformers as ours
+
+    anchors, positives, margin, many = choice
+    drawn = torch.Generator().manual_seed(many)
+    first = torch.randn(2, ROWS, DIMENSION, dtype=torch.float64, generator=drawn)
+    # the guide's pairs are alike: none of its similarities of a positive is negative
+    embeddings, guide = (
+        [x[0], x[0] + x[1] / 2, *torch.randn(many - 2, ROWS, DIMENSION, dtype=torch.float64, generator=drawn)]
+        for x in (first, first.flip(2))
+    )
+    found = []
+    for kind in (losses.CachedGISTEmbedLoss, ours.CachedGISTEmbedLoss):
+        loss = kind.__new__(kind)
+        nn.Module.__init__(loss)
+        how = {"contrast_anchors": anchors, "contrast_positives": positives, "margin": margin, "settings": {}}
+        how |= {"margin_strategy": "relative" if many == 2 else "absolute", "temperature": 1 / SCALE}
+        how |= {"gather_across_devices": False, "mini_batch_size": 3, "show_progress_bar": False}
+        vars(loss).update(how, similarity_fct=nn.CosineSimilarity(dim=-1), cross_entropy_loss=nn.CrossEntropyLoss())
+        given = [[x.clone().requires_grad_() for x in each.split(3)] for each in embeddings]
+        value = loss.calculate_loss(given, [each.split(3) for each in guide], with_backward=True)
+        found.append([value, *(x.grad for chunks in given for x in chunks)])
+    limit = allowed(5 * ROWS, SCALE)
+    for x, y in zip(*found, strict=True):
+        assert (x - y).abs().max().item() <= limit
+    assert any(x.abs().max().item() > 0 for x in found[0])
+
+
 def test_what_it_cannot_compute_is_refused() -> None:
     from sentence_transformers import util
 

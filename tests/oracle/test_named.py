@@ -140,6 +140,7 @@ def test_one_pair_is_certain() -> None:
     assert not clip(I[:1], T[:1], S).d_rows.any()
 
 
+GUIDE = on_grid(rng.standard_normal((B, 3))), on_grid(rng.standard_normal((B, 3)))
 W = on_grid(rng.uniform(0.1, 2.0, size=B))
 OPTIONS = {
     "weights": (Pairs(np.arange(B)), Options(), W),
@@ -148,36 +149,43 @@ OPTIONS = {
     "a margin": (Pairs(np.arange(B)), Options(margin=0.25), None),
     "a threshold": (Pairs(np.arange(B)), Options(threshold=0.1), W),
     "a relative threshold": (Pairs(np.arange(B)), Options(threshold=-0.3, relative=True), None),
+    "a guide": (Pairs(np.arange(B)), Options(threshold=-0.1, guide=GUIDE), W),
+    "a guide and a share": (Pairs(np.arange(B)), Options(threshold=0.3, relative=True, guide=GUIDE[::-1]), None),
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_are_torch_s_cross_entropy_and_the_papers(name: str) -> None:
-    """Label smoothing by torch itself, L_in by SupCon Eq. 3, the margin by CosFace Eq. 4, a threshold by a mask."""
+    """Label smoothing by torch itself, L_in by SupCon Eq. 3, the margin by CosFace Eq. 4, a threshold by a mask.
+
+    With a guide the mask is of its similarities alone (GISTEmbed, Sec. 3).
+    """
     pairs, options, weights = OPTIONS[name]
     a, t, s = leaves(I, T, S)
     positive = torch.tensor(pairs.positive(B, B)).double()
     w = torch.ones(B, dtype=torch.float64) if weights is None else torch.tensor(weights)
 
-    def side(x: torch.Tensor) -> torch.Tensor:
+    def side(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         if options.inside:
             p = (x.softmax(1) * positive).sum(1) / positive.sum(1)
             return (w * -p.log()).sum() / w.sum()
-        own, t = x.diagonal()[:, None].detach(), options.threshold
+        own, t = g.diagonal()[:, None], options.threshold
+        most = own * (1 + t) if options.relative else own + (S * t if options.guide is None else t)
         # a number that no exponential holds, for no target times -inf is 0
-        x = x.masked_fill((x > (own * (1 + t) if options.relative else own + S * t)) & (positive == 0), -1e30)
+        x = x.masked_fill((g > most) & (positive == 0), -1e30)
         x = x - s * options.margin * positive
         y = positive / positive.sum(1, keepdim=True)
         each = cross_entropy(x, y, label_smoothing=options.smoothing, reduction="none")
         return (w * each).sum() / w.sum()
 
     x = s * a @ t.T
+    g = x.detach() if options.guide is None else torch.tensor(options.guide[0] @ options.guide[1].T)
     given = {"row_ids": pairs.row_ids, "column_ids": pairs.column_ids, "match": pairs.match}
     found = clip(I, T, S, **given, weights=weights, options=options)
     # the probabilities, and the targets, are those of logits that are larger by the margin's share
     u = (w / w.sum()).numpy() / 2
     near = general(Problem(I, T, S * (1 + options.margin), 0.0, pairs, u, u)).all[:4]
-    value = (side(x) + side(x.T)) / 2
+    value = (side(x, g) + side(x.T, g.T)) / 2
     theirs = [value.item(), *(g.numpy() for g in torch.autograd.grad(value, [a, t, s]))]
     balls = [Ball(x, 4 * (1 + options.smoothing) * ball.rad) for x, ball in zip(theirs, near, strict=True)]
     assert all(map(agrees, list(found)[:4], balls))

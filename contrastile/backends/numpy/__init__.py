@@ -28,7 +28,7 @@ from contrastile.backends.pairs import merged_pairs, pair
 class Tile(NamedTuple):
     """Rows (tr, d) against columns (tc, d): places, features, logits and pairs.
 
-    ``beyond``: which logits exceed their rows' limits, and which their columns'.
+    ``beyond``: which pairs exceed their rows' limits, and which their columns'.
     """
 
     rows: slice
@@ -58,8 +58,12 @@ def tiles(block: Block, options: Options) -> Iterator[Tile]:
             named = none if p.positives is None else p.positives[r, None] == here
             positive, dropped = (equal, none) if p.match == "target" else (named, equal)
             positive = positive & ~itself
-            over_row = none if p.row_limits is None else x > p.row_limits[r, None]
-            over_column = none if p.column_limits is None else x > p.column_limits[c]
+            seen = x
+            if p.row_guide is not None and p.column_guide is not None:
+                of_guide = p.row_guide[r], p.column_guide[c]
+                seen = np.matmul(of_guide[0], of_guide[1].T, dtype=np.float64)
+            over_row = none if p.row_limits is None else seen > p.row_limits[r, None]
+            over_column = none if p.column_limits is None else seen > p.column_limits[c]
             admitted, beyond = positive | ~(dropped | itself), (over_row, over_column)
             yield Tile(r, c, q, k, x, positive, admitted, beyond)
 
@@ -177,4 +181,5 @@ backend = Backend(
     contract=2,
     compensated=True,
     limits=True,
+    guides=True,
 )

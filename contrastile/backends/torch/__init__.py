@@ -61,5 +61,6 @@ backend = Backend(
     contract=2,
     compensated=True,
     limits=True,
+    guides=True,
     whole=Whole(whole.takes, whole.loss, whole.gradients),
 )

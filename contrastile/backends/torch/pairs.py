@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from contrastile.backends.contract import Block
-from contrastile.backends.torch.products import LOG2_E
+from contrastile.backends.torch.products import LOG2_E, Products
 
 Masks = tuple[torch.Tensor | None, torch.Tensor | None]
 """Of the pairs of a tile, one for its rows and one for its columns, (tr, tc) bool."""
@@ -107,6 +110,20 @@ class _Pointers:
             into.copy_(torch.where(self._inside, found, into))
 
 
+class _Guide:
+    """The dot products of a guide's features, (m, e) and (n, e): see ``contract.Pairs``."""
+
+    def __init__(self, rows: torch.Tensor, columns: torch.Tensor) -> None:
+        self._rows, self._columns = rows, columns
+        self._products = Products(Block(rows, columns, rows.new_ones(())), unit=1.0)
+
+    def dots(self, rows: slice, columns: slice) -> torch.Tensor:
+        """Those of a tile, (tr, tc), in memory of their own."""
+        q, k = map(self._products.operand, (cut(self._rows, rows), cut(self._columns, columns)))
+        out = q.new_empty((q.shape[0], k.shape[0]), dtype=self._products.state)
+        return self._products.logits(q, k, out, diagonal=False)
+
+
 class BlockPairs:
     """The pairs of a block: what of them its tiles have in common."""
 
@@ -118,6 +135,8 @@ class BlockPairs:
             self.positives = self.positives.masked_fill(self.positives == self._excluded, -1)
         self._own = self._is_own(self.positives)
         self._excludes_own = self._is_own(self._excluded)
+        rows, columns = block.pairs.row_guide, block.pairs.column_guide
+        self._guide = None if rows is None or columns is None else _Guide(rows, columns)
 
     def _is_own(self, columns: torch.Tensor | None) -> bool:
         """Whether row i's column is i, as in most losses: then nothing needs an index."""
@@ -144,6 +163,7 @@ class BlockPairs:
             self._located(self.positives, self._own, rows, columns),
             self._located(self._excluded, self._excludes_own, rows, columns),
             self._sync,
+            None if self._guide is None else partial(self._guide.dots, rows, columns),
         )
 
     def _located(
@@ -177,7 +197,9 @@ class TilePairs:
         positive: _Diagonal | _Pointers | None,
         excluded: _Diagonal | _Pointers | None,
         sync: bool,
+        guide: Callable[[], torch.Tensor] | None,
     ) -> None:
+        self._guide = guide
         self._positive, self._excluded, pairs = positive, excluded, block.pairs
         self._row_limits = None if pairs.row_limits is None else cut(pairs.row_limits, rows)[:, None]
         self._column_limits = None if pairs.column_limits is None else cut(pairs.column_limits, columns)
@@ -208,7 +230,8 @@ class TilePairs:
 
         None where there are no limits. x: (tr, tc), base-2 logits.
         """
-        rows, columns = (None if y is None else x > y * LOG2_E for y in (self._row_limits, self._column_limits))
+        x, unit = (x, LOG2_E) if self._guide is None else (self._guide(), 1.0)
+        rows, columns = (None if y is None else x > y * unit for y in (self._row_limits, self._column_limits))
         if self._matched is not None:
             rows, columns = (None if y is None else y.logical_and_(~self._matched) for y in (rows, columns))
         return rows, columns

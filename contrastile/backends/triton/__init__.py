@@ -59,4 +59,5 @@ backend = Backend(
     footprint=footprint,
     contract=2,
     limits=True,
+    guides=True,
 )

@@ -37,14 +37,14 @@ from contrastile.backends.triton.tiles import (
     touched,
 )
 
-_PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth"]
+_PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth", "guide_depth"]
 
 
 @kernel
 @triton.jit(do_not_specialize=_PLAIN)
 def gradient_tiles(
     rows, columns, g, middle, low, plan, row_vectors, column_vectors, excluded, row_ids, column_ids,
-    row_limits, column_limits, m, n, row0, column0, height, width, depth,
+    row_limits, column_limits, guide_rows, guide_columns, m, n, row0, column0, height, width, depth, guide_depth,
     TWO_SIDED: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr, LIMITED: tl.constexpr, RAGGED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     PRECISION: tl.constexpr, DIVIDED: tl.constexpr,
@@ -54,7 +54,7 @@ def gradient_tiles(
     rows, columns: descriptors of the chunk's features. With middle, and low, G goes in parts to two, or three.
     Positives given by index are left to ``set_positives``, which needs O(m) work for all of them. Those given by ids
     (IDS = TARGET) are finished here, in the exact form where CERTAIN says that some row or column needs it: nothing
-    but accuracy depends on that. What lies outside the chunk is not written.
+    but accuracy depends on that. What lies outside the chunk is not written. guide_*: see ``lse_tiles``.
     """
     row_tiles, column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
     path = tl.load(plan + ALPHA), tl.load(plan + REFERENCE), tl.load(plan + FAST) != 0.0, tl.load(plan + CERTAIN) != 0.0
@@ -64,30 +64,38 @@ def gradient_tiles(
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=not LIMITED):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
         acc = dots(rows, columns, r * BM, c * BN, depth, BM, BN, BK, PRECISION, DIVIDED)
+        guide = None
+        if guide_rows is not None:
+            guide = dots(guide_rows, guide_columns, r * BM, c * BN, guide_depth, BM, BN, BK, PRECISION, DIVIDED)
+        given = to, path, vectors, masks, chunk
         # part by part: fewer registers for the column vectors, a smaller staging buffer for the store
         if PARTS == 1:
-            _epilogue(acc, r * BM, c * BN, to, path, vectors, masks, chunk, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
+            _epilogue(acc, guide, r * BM, c * BN, given, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
         else:
             left, right = halves(acc)
-            _epilogue(left, r * BM, c * BN, to, path, vectors, masks, chunk, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
+            guide_left, guide_right = (None, None) if guide is None else halves(guide)
+            _epilogue(left, guide_left, r * BM, c * BN, given, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
             half = c * BN + BN // 2
-            _epilogue(right, r * BM, half, to, path, vectors, masks, chunk, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
+            _epilogue(right, guide_right, r * BM, half, given, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
 
 
 @triton.jit
 def _epilogue(
-    acc, row, column, to, path, vectors, masks, chunk, TWO_SIDED: tl.constexpr, EXCLUDED: tl.constexpr,
-    IDS: tl.constexpr, LIMITED: tl.constexpr, RAGGED: tl.constexpr,
+    acc, guide, row, column, given, TWO_SIDED: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr,
+    LIMITED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """G of a tile's part from its dots, stored at (row, column) of the chunk."""
+    """G of a tile's part from its dots, and the guide's or None, stored at (row, column) of the chunk."""
+    to, path, vectors, masks, chunk = given
     alpha, _reference, _fast, certain = path
     row_vectors, column_vectors, row_limits, column_limits = vectors
     m, n, row0, column0 = chunk
     i, j = row0 + row + tl.arange(0, acc.shape[0]), column0 + column + tl.arange(0, acc.shape[1])
     if not LIMITED:
         value = _admitted(acc, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
+    elif guide is not None:
+        value = _limited(acc, guide, None, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
     elif any_beyond(acc, alpha, row_limits, column_limits, i, j, m, n):
-        value = _limited(acc, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
+        value = _limited(acc, acc, alpha, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
     else:
         value = _admitted(acc, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
     if EXCLUDED or IDS != NO_IDS:  # noqa: SIM102 (decided as it is compiled)
@@ -130,29 +138,36 @@ def _admitted(acc, path, vectors, i, j, m, n, TWO_SIDED: tl.constexpr, RAGGED: t
 
 
 @triton.jit
-def _limited(acc, path, vectors, i, j, m, n, TWO_SIDED: tl.constexpr, RAGGED: tl.constexpr):
+def _limited(
+    acc, compared, factor, path, vectors, i, j, m, n, TWO_SIDED: tl.constexpr, RAGGED: tl.constexpr
+):  # fmt: skip
     """G from dots where rows and columns have limits: each direction by itself, 0 beyond its limit.
 
-    A logit beyond may be larger than the log-sum-exp, and its exponential infinite.
+    compared, factor: what ``beyond`` takes first. A logit beyond may be larger than the log-sum-exp, and its
+    exponential infinite.
     """
     alpha, reference, fast, _certain = path
     row_vectors, column_vectors, row_limits, column_limits = vectors
-    other = tl.zeros(acc.shape, tl.float32)
+    # each branch leaves one tile: two are more than the registers hold
     if fast:
         power = tl.math.exp2(acc * alpha - reference)
-        value = power * _vector(row_vectors, FOLDED, i, m, RAGGED)[:, None]
+        of_row = _vector(row_vectors, FOLDED, i, m, RAGGED)[:, None]
+        value = _within(power * of_row, compared, factor, row_limits, i, m, 1)
         if TWO_SIDED:
-            other = power * _vector(column_vectors, FOLDED, j, n, RAGGED)[None, :]
+            of_column = _vector(column_vectors, FOLDED, j, n, RAGGED)[None, :]
+            value += _within(power * of_column, compared, factor, column_limits, j, n, 0)
     else:
         x = rounded(acc, alpha)
-        value = _direction(x, row_vectors, i, m, RAGGED, 1)
+        value = _within(_direction(x, row_vectors, i, m, RAGGED, 1), compared, factor, row_limits, i, m, 1)
         if TWO_SIDED:
-            other = _direction(x, column_vectors, j, n, RAGGED, 0)
-    if row_limits is not None:
-        value = tl.where(beyond(acc, alpha, row_limits, i, m, 1), 0.0, value)
-    if column_limits is not None:
-        other = tl.where(beyond(acc, alpha, column_limits, j, n, 0), 0.0, other)
-    return value + other
+            value += _within(_direction(x, column_vectors, j, n, RAGGED, 0), compared, factor, column_limits, j, n, 0)
+    return value
+
+
+@triton.jit
+def _within(value, compared, factor, limits, i, length, AXIS: tl.constexpr):
+    """The value, and 0 beyond the limits where there are some."""
+    return value if limits is None else tl.where(beyond(compared, factor, limits, i, length, AXIS), 0.0, value)
 
 
 @triton.jit

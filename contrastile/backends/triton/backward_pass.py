@@ -16,7 +16,7 @@ from contrastile.backends.triton.arrays import ARRAYS
 from contrastile.backends.triton.common import BLOCK, LANES, LINES, empties, empty, step, weight_vectors
 from contrastile.backends.triton.configs import Config
 from contrastile.backends.triton.launch import descriptor, grid, on_device, workspace
-from contrastile.backends.triton.operands import BlockPass, Scheme, Side, row_bytes
+from contrastile.backends.triton.operands import BlockPass, Scheme, Side, features_of, row_bytes
 from contrastile.backends.triton.products import accumulate
 from contrastile.backends.triton.tiles import GRADIENT_SCALE, PLAN_SIZE, VECTORS, VECTORS_OF_IDS
 
@@ -81,11 +81,7 @@ class Chunks:
 
     def features(self, chunk: Chunk) -> list[Any]:
         """Descriptors of the chunk's features."""
-        c = self.config
-        return [
-            descriptor(side.tiles(start, length), (size, c.bk))
-            for side, start, length, size in zip(self.sides, chunk[:2], chunk[2:], (c.bm, c.bn), strict=True)
-        ]
+        return features_of(self.sides, chunk, self.config)
 
 
 class _BackwardPass(BlockPass):
@@ -179,9 +175,9 @@ class _BackwardPass(BlockPass):
         config, masks = self.gradient, self.masks
         backward.gradient_tiles[grid(chunk.height, chunk.width, config, self.rows)](
             *walk.features(chunk), *walk.descriptors(g), self.plan, *self.vectors, *masks.vectors(),
-            *masks.limits, self.m, self.n, *chunk, depth=self.sides[0].depth, TWO_SIDED=self.two_sided, **masks.flags(),
-            LIMITED=masks.limited, RAGGED=config.ragged(chunk), PARTS=config.parts, DIVIDED=self.scheme.divided,
-            **config.named,
+            *masks.limits, *self.guide_features(chunk, config), self.m, self.n, *chunk, **self.depths,
+            TWO_SIDED=self.two_sided, **masks.flags(), LIMITED=masks.limited, RAGGED=config.ragged(chunk),
+            PARTS=config.parts, DIVIDED=self.scheme.divided, **config.named,
         )  # fmt: skip
 
     def _positives(self, g: list[Any], chunk: Chunk) -> None:

@@ -32,7 +32,8 @@ class Masks:
         ids: tiles.NO_IDS, DROP or TARGET.
         ids_only: whether the positives are pairs of equal ids.
         limited: whether there are limits.
-        limits: logits of powers of two, of the rows and of the columns, beyond which negatives do not count there.
+        limits: logits of powers of two, of the rows and of the columns, beyond which negatives do not count there; or
+            a guide's dot products.
         masked: whether pairs other than padding may not count.
     """
 
@@ -43,7 +44,8 @@ class Masks:
         self.ids_only = self.pairs.match == "target"
         bias = 0.0 if block.bias is None else block.bias
         given = self.pairs.row_limits, self.pairs.column_limits
-        self.limits = [None if x is None else (x - bias) * LOG2E.value for x in given]
+        of_logits = pairs.row_guide is None
+        self.limits = [None if x is None else (x - bias) * LOG2E.value if of_logits else x.contiguous() for x in given]
         self.limited = pairs.limited
         self.masked = self.pairs.excluded is not None or self.pairs.match is not None
 

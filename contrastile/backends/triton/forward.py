@@ -39,7 +39,7 @@ from contrastile.backends.triton.tiles import (
 )
 
 # 64-bit sizes would be compiled for every divisibility; these are not
-_PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth"]
+_PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth", "guide_depth"]
 
 
 def quantities(safe: bool, matched: bool) -> int:
@@ -51,7 +51,7 @@ def quantities(safe: bool, matched: bool) -> int:
 @triton.jit(do_not_specialize=_PLAIN)
 def lse_tiles(
     rows, columns, plan, status, diagonals, row_parts, column_parts, positives, excluded, row_ids, column_ids,
-    row_limits, column_limits, m, n, row0, column0, height, width, depth,
+    row_limits, column_limits, guide_rows, guide_columns, m, n, row0, column0, height, width, depth, guide_depth,
     SAFE: tl.constexpr, COLUMNS: tl.constexpr, POSITIVES: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr,
     LIMITED: tl.constexpr, RAGGED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, PRECISION: tl.constexpr, DIVIDED: tl.constexpr,
@@ -59,7 +59,8 @@ def lse_tiles(
     """Partial statistics of one chunk: of a tile's rows to row_parts (.., tile columns, height), likewise for columns.
 
     rows, columns: descriptors of the chunk's features. m, n: of the whole block, in which the pairs are counted.
-    diagonals: the least and the largest j - i of the block's positives (i, j): no other tile holds one.
+    diagonals: the least and the largest j - i of the block's positives (i, j): no other tile holds one. guide_*: the
+    guide's features, whose dots are what limits are compared with; None for the logits.
 
     What a tile leaves of its negatives is the sum of E (fast), or the maximum x and the sum of 2^(X - x) (safe), for
     the sum of the two would be rounded at the size of a logit. With IDS = TARGET there follow, of the positives and on
@@ -83,16 +84,22 @@ def lse_tiles(
         row_size, column_size = column_tiles.to(tl.int64) * height, row_tiles.to(tl.int64) * width
         row_to, column_to = row_parts + c.to(tl.int64) * height + i, column_parts + r.to(tl.int64) * width + j
         to = row_to, row_size, column_to, column_size
-        if LIMITED and any_beyond(acc, alpha, row_limits, column_limits, row0 + i, column0 + j, m, n):
+        compared, factor = acc, alpha
+        if guide_rows is not None:
+            factor = None
+            compared = dots(guide_rows, guide_columns, r * BM, c * BN, guide_depth, BM, BN, BK, PRECISION, DIVIDED)
+        if LIMITED and (
+            guide_rows is not None or any_beyond(acc, alpha, row_limits, column_limits, row0 + i, column0 + j, m, n)
+        ):
             # both branches have all of it: logits and their terms together are more than the registers hold
             x = _terms(acc, r, c, path, masks, chunk, to, SAFE, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
             if row_limits is not None:
-                of_rows = tl.where(beyond(acc, alpha, row_limits, row0 + i, m, 1), EMPTY, x)
+                of_rows = tl.where(beyond(compared, factor, row_limits, row0 + i, m, 1), EMPTY, x)
                 _leave(of_rows, row_to, row_size, i < height, SAFE, 1)
             else:
                 _leave(x, row_to, row_size, i < height, SAFE, 1)
             if column_limits is not None:
-                x = tl.where(beyond(acc, alpha, column_limits, column0 + j, n, 0), EMPTY, x)
+                x = tl.where(beyond(compared, factor, column_limits, column0 + j, n, 0), EMPTY, x)
             if COLUMNS:
                 _leave(x, column_to, column_size, j < width, SAFE, 0)
         else:

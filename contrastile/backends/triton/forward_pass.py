@@ -119,8 +119,8 @@ class _ForwardPass(BlockPass):
         masks = self.masks.pairs.positives, *self.masks.vectors()
         forward.lse_tiles[grid(high, wide, config, self.rows)](
             *features, self.plan, self.status, self.diagonals, *parts, *masks, *self.masks.limits,
-            self.m, self.n, *chunk,
-            depth=self.sides[0].depth, SAFE=safe, COLUMNS=self.two_sided, POSITIVES=masks[0] is not None,
+            *self.guide_features(chunk, config), self.m, self.n, *chunk, **self.depths,
+            SAFE=safe, COLUMNS=self.two_sided, POSITIVES=masks[0] is not None,
             **self.masks.flags(), LIMITED=self.masks.limited, RAGGED=config.ragged(chunk),
             DIVIDED=self.scheme.divided, **config.named,
         )  # fmt: skip

@@ -6,6 +6,7 @@ Only the factors of one chunk of rows and one of columns are held: O(d) bytes fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,12 @@ import torch
 
 from contrastile.backends.contract import Block, Footprint, Options
 from contrastile.backends.crossing import dtype_name
-from contrastile.backends.passes import backward_chunk, ceil_div, forward_chunk, lines, own_references
+from contrastile.backends.passes import Chunk, backward_chunk, ceil_div, forward_chunk, lines, own_references
 from contrastile.backends.triton import parts, positives
 from contrastile.backends.triton.arrays import ARRAYS
 from contrastile.backends.triton.common import LINES, Masks, step
 from contrastile.backends.triton.configs import INTERPRETED, PAD, Config, tile_config
-from contrastile.backends.triton.launch import aligned, architecture, workspace
+from contrastile.backends.triton.launch import aligned, architecture, descriptor, workspace
 
 _FORWARD_VECTORS, _BACKWARD_VECTORS = 8, 20
 """Bytes of each row and column: a running sum in float64; scales of the epilogue, weights and G at the positives."""
@@ -148,6 +149,14 @@ class Side:
         return held
 
 
+def features_of(sides: Sequence[Side], chunk: Chunk, config: Config) -> list[Any]:
+    """Descriptors of a chunk's rows and columns, of which ``sides`` has the features."""
+    return [
+        descriptor(side.tiles(start, length), (size, config.bk))
+        for side, start, length, size in zip(sides, chunk[:2], chunk[2:], config.shape, strict=True)
+    ]
+
+
 class BlockPass:
     """A block prepared for one pass.
 
@@ -155,6 +164,8 @@ class BlockPass:
         sides: the rows and the columns.
         rows: (m, d) features, rows 16-byte aligned.
         columns: (n, d) likewise.
+        guide: the rows' and the columns' features of the guide; none where there is no guide.
+        depths: arguments of the tile kernels, see ``Side``.
         plan: (PLAN_SIZE,) float32, written by one kernel and read by later ones; allocated by the pass.
         exact: see ``passes.own_references``.
     """
@@ -166,6 +177,9 @@ class BlockPass:
         self.scheme = Scheme.of(block.rows, options)
         self.sides = Side(block.rows, self.scheme), Side(block.columns, self.scheme)
         self.rows, self.columns = (side.x for side in self.sides)
+        of_guide = block.pairs.row_guide, block.pairs.column_guide
+        self.guide = [Side(x, self.scheme) for x in of_guide if x is not None]
+        self.depths = {"depth": self.sides[0].depth, "guide_depth": self.guide[0].depth if self.guide else 0}
         self.m, self.n = self.rows.shape[0], self.columns.shape[0]
         self.masks = Masks(block)
         self.exact = own_references(dtype_name(self.rows.dtype))
@@ -173,7 +187,13 @@ class BlockPass:
     def config(self, kernel: str) -> Config:
         """The configuration of a kernel for this block."""
         scheme, width = self.scheme, self.rows.shape[1]
+        if self.guide and kernel in ("lse", "masked", "gradient"):
+            kernel = "guided"
         return tile_config(kernel, scheme.dtype, architecture(self.rows), width, scheme.precision)
+
+    def guide_features(self, chunk: Chunk, config: Config) -> list[Any]:
+        """Descriptors of the guide's features of a chunk, None where there is no guide."""
+        return features_of(self.guide, chunk, config) if self.guide else [None, None]
 
     def positive_dots(self, logits: Any, sums: Any) -> None:
         """Each row's positive logit to logits and sums, (m,) float64; -inf and 0 where it has none."""

@@ -107,10 +107,11 @@ def touched(i, j, start, m, n, masks, POSITIVES: tl.constexpr, EXCLUDED: tl.cons
 def beyond(acc, alpha, limits, i, length, AXIS: tl.constexpr):
     """Which dots have a logit beyond the limits at i, of ``length`` in all; AXIS is the one along which they repeat.
 
-    Not NaN, which must stay.
+    Not NaN, which must stay. With None for alpha the dots themselves are compared: those of a guide.
     """
     most = tl.load(limits + i, mask=i < length, other=float("inf"))
-    return rounded(acc, alpha) > tl.expand_dims(most, AXIS)
+    x = acc if alpha is None else rounded(acc, alpha)
+    return x > tl.expand_dims(most, AXIS)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from contrastile.oracle import named
 from contrastile.oracle.arrays import FloatArray, IntArray, float64
 from contrastile.oracle.pairs import target_weights
 from contrastile.schedules.problem import Problem
+from contrastile.verify.draws import Draw, signs
 from contrastile.verify.rearrange import folded, split
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Outcome
@@ -55,6 +56,7 @@ class Arguments:
         joined: whether the negatives are given as one tensor, and not as a sequence.
         weights: (b,) of the mean; None for none.
         options: texts and numbers that say which loss it is, as contrastile's own functions name them.
+        guide: (b, e) and (columns, e), features of another model; none for no guide.
     """
 
     features: tuple[FloatArray, ...]
@@ -66,6 +68,16 @@ class Arguments:
     joined: bool = False
     weights: FloatArray | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    guide: tuple[FloatArray, ...] = ()
+
+
+def guided(draw: Draw, given: Arguments) -> Arguments:
+    """With a guide that knows nothing of the features.
+
+    Its dot products are small integers, exact in every dtype: some are those of positives, and are not left out.
+    """
+    count = len(given.features[1]) + sum(map(len, given.negatives))
+    return replace(given, guide=signs(draw, len(given.features[0]), count, 13))
 
 
 def stated(objective: str, given: Arguments, weights: str = "float64") -> Problem:
@@ -88,14 +100,16 @@ def stated(objective: str, given: Arguments, weights: str = "float64") -> Proble
             asked.get("sum_positives") == "inside",
             asked.get("label_smoothing", 0.0),
             asked.get("margin", 0.0),
-            asked.get("threshold", np.inf),
+            asked.get("threshold", 0.0 if given.guide else np.inf),
             asked.get("threshold_is") == "relative",
+            (given.guide[0], given.guide[1]) if given.guide else None,
         )
     form = FORMS[objective].form(*features, *labels, given.scale, *bias, **keywords, **more)
     m, n = len(form.q), len(form.k)
     positive = form.pairs.positive(m, n)
     v = form.v
-    limits = [None if "threshold" not in asked else x.ravel() for x in named.limits(form)]
+    limits = [x.ravel() if given.guide or "threshold" in asked else None for x in named.limits(form)]
+    row_guide, column_guide = given.guide or (None, None)
     return Problem(
         rows=form.q,
         columns=split(form.k, blocks) if form.first is None else (form.k.copy(),),
@@ -110,6 +124,8 @@ def stated(objective: str, given: Arguments, weights: str = "float64") -> Proble
         column_target=None if v is None else target_weights(positive.T).max(axis=1, initial=0.0),
         row_limits=limits[0],
         column_limits=None if v is None else limits[1],
+        row_guide=row_guide,
+        column_guide=column_guide,
         **form.pairs._asdict(),
     )
 

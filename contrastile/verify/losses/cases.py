@@ -18,7 +18,7 @@ from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.oracle.arrays import FloatArray, float64
 from contrastile.schedules.problem import Problem
 from contrastile.verify.draws import FAR, TRAINED, Draw, Pairs, certain_pairs, pairs, unit, units, wordnet_pairs
-from contrastile.verify.losses.arguments import Arguments, ByContent, stated
+from contrastile.verify.losses.arguments import Arguments, ByContent, guided, stated
 from contrastile.verify.losses.claims import KEYWORDS, Claims
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Truth, truth
@@ -262,9 +262,7 @@ _OPTIONS = (
     # of the shapes of the one before
     _option("margin@below", "a margin below 0", HIGH, (*_ROWWISE, *_SELF), _optional(margin=-0.15)),
     _option(
-        "margin@inside",
-        "a margin with the sum inside",
-        *(20.0, _ROWWISE, _optional(_few, **_SHARED, **_INSIDE, margin=0.35)),
+        "margin@inside", "a margin, sum inside", 20.0, _ROWWISE, _optional(_few, **_SHARED, **_INSIDE, margin=0.35)
     ),
     *(
         replace(_option("threshold" + name, about, 20.0, of, make), draw=_unpaired)
@@ -275,6 +273,8 @@ _OPTIONS = (
         )
     ),
     _option("threshold@relative", "by a share of the positive", 20.0, _ROWWISE, _thresholded(relative=True)),
+    _option("guide", "a guide without a threshold, and ties", 20.0, _ROWWISE, _optional(guided, weighted=False)),
+    _option("guide@queue", "a guide of a queue, too", 20.0, _ONE, _optional(_queue, guided, threshold=1.0)),
 )
 OPTIONS = tuple(each.name for each in _OPTIONS)
 """The cases of options that contrastile's own functions have."""

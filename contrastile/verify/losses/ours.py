@@ -107,7 +107,7 @@ def module(loss: Target, settings: dict[str, Any], *, trains: bool = True) -> Ta
     def target(image: Array, text: Array, scale: Any, bias: Any = None, **more: Any) -> Any:
         # CLIP's bias shifts every logit, and changes nothing; DDP waits for its gradient
         shift = image.new_zeros(1).requires_grad_(trains) if loss is losses.clip_loss else None
-        arrays = {name: more.pop(name, None) for name in ("ids", "weights")}
+        arrays = {name: more.pop(name, None) for name in ("ids", "weights", "guide")}
         found = made(**more)(image, text, scale, bias if shift is None else shift, trains, **arrays)
         if not isinstance(found, dict if trains else torch.Tensor):
             raise ValueError(f"a module must return a dict in training alone, got {type(found).__name__}")

@@ -250,7 +250,8 @@ def prepare(
     keywords = {name: put(np.repeat(x, step), integers)[::step] for name, x in given.keywords.items()}
     if given.weights is not None:
         keywords["weights"] = put(given.weights, state_dtype(dtype))
-    return Call(loss, leaves, len(given.features), leaves, labels, numbers, keywords, given.joined, given.options)
+    options = given.options if not given.guide else {**given.options, "guide": [put(x, dtype) for x in given.guide]}
+    return Call(loss, leaves, len(given.features), leaves, labels, numbers, keywords, given.joined, options)
 
 
 def takes_rank(target: Any) -> bool:
