@@ -21,6 +21,7 @@ from contrastile.schedules import (
     blocked,
     gather,
     local,
+    own_negatives,
     replicate,
     ring,
     scalars,
@@ -181,11 +182,41 @@ def problem_loss(
                 if both is not None:
                     return both
         if problem.kind != "sigmoid":
-            found: local.Forward = module.forward(problem, backend, options, wanted=wanted)
+            found = _forward(problem, backend, options, wanted)
             value = found.loss if problem.smoothing is None else beside.value(problem, found.loss, backend.arrays)
             return value, found.state
         value, sums = module.sigmoid(problem, wanted, backend, options)
         return value, () if sums is None else sums.state
+
+
+def _forward(problem: Problem, backend: Backend, options: Options, wanted: local.Wanted | None) -> local.Forward:
+    """The softmax loss, or the statistics, by the problem's schedule, and what is beside its blocks."""
+    if problem.own_counts is not None:
+        wanted = None if wanted is None else own_negatives.of_blocks(problem, wanted)
+        problem = own_negatives.shared(problem, backend)
+        if not problem.columns:
+            return own_negatives.loss(problem, backend.arrays)
+    found: local.Forward = _module(problem).forward(problem, backend, options, wanted=wanted)
+    return found
+
+
+def _backward(
+    problem: Problem,
+    saved: local.Forward,
+    upstream: Array,
+    wanted: local.Wanted,
+    backend: Backend,
+    options: Options,
+) -> local.Gradients:
+    """The gradients of the same."""
+    blocks, of_blocks, found = problem, wanted, None
+    if problem.own_counts is not None:
+        blocks, of_blocks = own_negatives.shared(problem), own_negatives.of_blocks(problem, wanted)
+    if blocks.columns or blocks is problem:
+        found = _module(blocks).backward(blocks, saved, upstream, of_blocks, backend, options)
+    if blocks is not problem:
+        found = own_negatives.gradients(problem, saved, upstream, wanted, found, backend.arrays)
+    return found
 
 
 def problem_gradients(
@@ -226,7 +257,7 @@ def problem_gradients(
         one = arrays.full((), 1.0, arrays.dtype(scale), scale) if upstream is None else upstream
         if problem.kind != "sigmoid":
             saved = local.Forward.of(state)
-            found: local.Gradients = _module(problem).backward(problem, saved, one, wanted, backend, options)
+            found = _backward(problem, saved, one, wanted, backend, options)
             if problem.margin is None and problem.smoothing is None:
                 return found
             return beside.gradients(problem, saved, one, wanted, found, arrays)

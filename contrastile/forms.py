@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from contrastile import validation
@@ -102,3 +103,95 @@ def form_of(
     }
     agreed = {"ids_are": ids_are, "sum_positives": sum_positives, "weights": weights is not None, "threshold": limit}
     return form, {**agreed, "label_smoothing": smoothing, "margin": form["margin"]}
+
+
+class Negatives(NamedTuple):
+    """The negatives of a call, as matrices.
+
+    Attributes:
+        matrices: (r, d) each, by the names that errors give them; those of one query each, as (m k, d), come last.
+        shape: (m, k, d) of those that were given so; None where none were.
+        name: theirs.
+    """
+
+    matrices: dict[str, Array]
+    shape: tuple[int, int, int] | None = None
+    name: str = ""
+
+    def counts(self, check: Any, arrays: ArrayLibrary, rows: Array, given: Array | None) -> Array:
+        """(m,) int64, how many of its k each query has.
+
+        Raises:
+            TypeError, ValueError: other queries than these have them, or a count that can be read is not in 0..k.
+        """
+        m, (queries, most, _) = rows.shape[0], self.shape or (rows.shape[0], 0, 0)
+        if queries != m:
+            raise ValueError(
+                f"{self.name} must have as many negatives for each query, (queries, k, width), got shape "
+                f"{self.shape} for {m} queries; pad it, and say how many count by negative_counts="
+            )
+        if given is None:
+            return arrays.full((m,), most, "int64", rows)
+        found = check.integers("negative_counts", given, m, "query", arrays, rows)
+        if m and validation.values_are_readable(arrays, found):
+            for worst in (int(found.min()), int(found.max())):
+                if not 0 <= worst <= most:
+                    raise ValueError(
+                        f"negative_counts must lie in 0..{most}, got {worst}; count the negatives of each query"
+                    )
+        return found
+
+
+def negatives_of(
+    given: Array | Sequence[Array] | None,
+    counts: Array | None = None,
+    share: bool = True,
+    in_batch: bool = True,
+    *,
+    ids: bool = False,
+    positives: bool = False,
+    smoothing: float = 0.0,
+) -> Negatives:
+    """What a call of info_nce gives as negatives; ``ids`` and ``positives`` say whether it gives those.
+
+    Raises:
+        ValueError: two arguments make no sense together, or none of the negatives is in (m, k, d) where one must be.
+    """
+    more = () if given is None else tuple(given) if isinstance(given, Sequence) else (given,)
+    named = {f"negatives[{i}]": x for i, x in enumerate(more)}
+    deep = {name: tuple(x.shape) for name, x in named.items() if len(getattr(x, "shape", ())) == 3}
+    apart = not share or counts is not None
+    for wrong, message in (
+        (not in_batch and not named, "negatives must be given with in_batch=False, got none; leave in_batch out"),
+        (
+            not in_batch and positives,
+            "in_batch must be True with positives= or ids_are='positives', got False: then the query's own key is its "
+            "positive; leave one out",
+        ),
+        (
+            smoothing and (apart or not in_batch),
+            f"label_smoothing must be 0 with share_negatives=False, negative_counts= or in_batch=False, got {smoothing}: "
+            "its share of the target is for all columns; leave one out",
+        ),
+        (
+            share and counts is not None and ids,
+            "negative_counts must be None with row_ids= where negatives are shared, got both; give "
+            "share_negatives=False, or leave the padding out",
+        ),
+        (
+            apart and len(deep) != 1,
+            "negatives must hold one array of shape (queries, k, width) with share_negatives=False or "
+            f"negative_counts=, got {len(deep)}; reshape or join them",
+        ),
+    ):
+        if wrong:
+            raise ValueError(message)
+    matrices = {
+        name: x.reshape((deep[name][0] * deep[name][1], deep[name][2])) if name in deep else x
+        for name, x in named.items()
+    }
+    if not apart:
+        return Negatives(matrices)
+    ((name, shape),) = deep.items()
+    own = {} if share else {name: matrices.pop(name)}
+    return Negatives(matrices | own, shape, name)

@@ -14,7 +14,7 @@ from contrastile import validation
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import state_dtype
 from contrastile.backends.objectives import STATISTICS
-from contrastile.forms import form_of, threshold_of
+from contrastile.forms import form_of, negatives_of, threshold_of
 from contrastile.schedules.handshake import ALONE, Handshake
 from contrastile.schedules.local import Gradients, both_sides
 from contrastile.schedules.problem import EqualPairs, Problem
@@ -92,6 +92,9 @@ def info_nce(
     scale: Any,
     *,
     negatives: Array | Sequence[Array] | None = None,
+    negative_counts: Array | None = None,
+    share_negatives: bool = True,
+    in_batch: bool = True,
     positives: Array | None = None,
     row_ids: Array | None = None,
     column_ids: Array | None = None,
@@ -106,34 +109,39 @@ def info_nce(
 ) -> LossProblem:
     """One direction: u = 1 / m, no column weights; the key and each block of negatives share one log-sum-exp.
 
-    Where ids give the positives, u = 1 / (queries that have one).
+    Where ids give the positives, u = 1 / (queries that have one). Negatives, or keys, that count for one query alone
+    are beside the blocks: see ``Problem.own_counts``.
     """
     check = world.known or validation
     limit = threshold_of(threshold, threshold_is, positives)
     form, agreed = form_of(row_ids, ids_are, sum_positives, label_smoothing, margin, limit, positives, weights)
     of_ids = ids_are == "positives"
-    named = _named(negatives)
+    asked = negative_counts, share_negatives, in_batch
+    has = {"ids": row_ids is not None, "positives": of_ids or positives is not None}
+    given = negatives_of(negatives, *asked, **has, smoothing=label_smoothing)
+    named = given.matrices
     arrays, (rows, *columns) = check.features(world.alone, may_be_empty=named, query=query, key=key, **named)
-    m, n = rows.shape[0], sum(x.shape[0] for x in columns)
-    if world.alone:
-        # a queue that nothing has entered yet; one that wants a gradient has one, of no rows
-        columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0] or getattr(x, "requires_grad", False)]
+    m, apart = rows.shape[0], not (share_negatives and in_batch)
+    counts = None if given.shape is None and not apart else given.counts(check, arrays, rows, negative_counts)
+    if apart:
+        own = arrays.detached(rows[:0]) if share_negatives else columns.pop()
+    n = sum(x.shape[0] for x in columns)
     state = state_dtype(arrays.dtype(rows))
     factor = check.scalar("scale", scale, arrays, state, rows)
     rows_of, of_columns = ids_of_both(check, arrays, rows, "query", (row_ids, m), (column_ids, n))
+    if share_negatives and counts is not None and given.shape is not None:
+        rows_of, of_columns = _without_padding(arrays, columns, 1 + [*named].index(given.name), counts)
     if positives is None and not of_ids:
         check.paired("query", query, "key", key, "give positives= to say which key is whose")
     where = None if positives is None else check.integers("positives", positives, m, "query", arrays, rows)
-    met = world.meet(
-        arrays,
-        rows,
-        columns,
-        (scale, factor),
-        loss="info_nce",
-        positives=where is not None,
-        row_ids=row_ids is not None,
-        **agreed,
-    )
+    if world.alone:
+        # a queue that nothing has entered yet; one that wants a gradient has one, of no rows
+        columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0] or getattr(x, "requires_grad", False)]
+    if apart or counts is not None:
+        local = [getattr(x, "requires_grad", False) for x in (*columns[: not in_batch], own)] if apart else []
+        agreed |= {"share_negatives": share_negatives, "in_batch": in_batch, "gradients of own negatives wanted": local}
+    has = {"positives": where is not None, "row_ids": row_ids is not None}
+    met = world.meet(arrays, rows, columns[not in_batch :], (scale, factor), loss="info_nce", **has, **agreed)
     pairs = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
     weight, target = pairs.weight, pairs.target
     if weights is not None or of_ids:
@@ -146,20 +154,25 @@ def info_nce(
         weight = _shares(world, arrays, each, state)
     if where is not None:
         factor = _of_known(world, arrays, where, met.columns, factor)
-    elif not of_ids:
+    elif not of_ids and in_batch:
         where = pairs.positives
+    placement = met.placement
+    if apart and placement is not None and placement.exchange == "replicate":
+        # to each rank every other rank's own negatives would have to travel
+        placement = replace(placement, exchange="gather")
     problem = Problem(
         rows=rows,
-        columns=tuple(columns),
+        columns=(*columns, own) if apart else tuple(columns),
         scale=factor,
         row_weight=weight,
         row_target=target,
         positives=where,
         row_ids=rows_of,
-        column_ids=of_columns,
-        placement=met.placement,
+        column_ids=of_columns if in_batch or of_columns is None else of_columns[key.shape[0] :],
+        placement=placement,
         equal=pairs,
         row_limits=None if limit is None else limit.of(arrays, rows, columns[0], factor),
+        own_counts=None if not apart else arrays.full((m,), 0, "int64", rows) if share_negatives else counts,
         **form,
     )
     return LossProblem(arrays, problem, lambda g: (*_like(arrays, (query, key), (g.rows, g.columns[0])), g.scale))
@@ -336,7 +349,7 @@ def statistics(
     for name, given in of_others.items():
         if itself and given is not None:
             raise ValueError(f"{name} must be None with columns=None, got one; give row_ids, or columns")
-    named = {} if itself else {"columns": columns} | _named(negatives)
+    named = {} if itself else {"columns": columns} | negatives_of(negatives).matrices
     arrays, (rows, *blocks) = check.features(world.alone, may_be_empty=set(named) - {"columns"}, rows=rows, **named)
     m, n, state = rows.shape[0], sum(x.shape[0] for x in blocks), state_dtype(arrays.dtype(rows))
     factor = check.scalar("scale", scale, arrays, state, rows)
@@ -390,10 +403,14 @@ BUILDERS: dict[str, Callable[..., LossProblem]] = {
 """What makes the problem of each loss of the front door, by the loss's name."""
 
 
-def _named(negatives: Array | Sequence[Array] | None) -> dict[str, Array]:
-    """The blocks of negatives by the names that errors give them."""
-    more = () if negatives is None else tuple(negatives) if isinstance(negatives, Sequence) else (negatives,)
-    return {f"negatives[{i}]": x for i, x in enumerate(more)}
+def _without_padding(arrays: ArrayLibrary, columns: list[Array], place: int, counts: Array) -> tuple[Array, Array]:
+    """Ids that leave out what lies beyond the counts in one of the blocks, k of each row, which becomes 0 there."""
+    x, m = columns[place], counts.shape[0]
+    counted = (arrays.arange(0, x.shape[0] // max(m, 1), x)[None] < counts[:, None]).reshape((-1,))
+    columns[place] = arrays.cast(arrays.where(counted[:, None], x, 0.0), arrays.dtype(x))
+    ids = [arrays.full((y.shape[0],), 1, "int64", x) for y in columns]
+    ids[place] = arrays.cast(counted, "int64")
+    return arrays.full((m,), 0, "int64", x), arrays.concat(ids)
 
 
 def ids_of_both(check: Any, arrays: ArrayLibrary, rows: Array, of: str, *given: tuple[Array | None, int]) -> list[Any]:

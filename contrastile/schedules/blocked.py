@@ -292,6 +292,7 @@ def forward(
         if found.columns is not None:
             _merge(arrays, columns, staged.column, found.columns)
     mine, *over = (_joined(arrays, side) for side in ((rows, columns) if two_sided else (rows,)))
+    mine = local.merged(arrays, [*problem.beside, mine])
     loss = local.loss(problem, arrays, arrays.dtype(problem.scale), mine, *over)
     return local.Forward(loss, mine[:2], over[0][:2] if over else None)
 

@@ -60,16 +60,18 @@ def forward(
     two_sided = problem.column_weight is not None
     block = _block(problem, arrays)
     backend.check(block, options)
-    lse = local.lse_function(block.rows, block.columns.shape[0], wanted, backend, options, single=True)
+    whole = not problem.beside
+    lse = local.lse_function(block.rows, block.columns.shape[0], wanted, backend, options, single=whole)
     found = lse(block, two_sided, options)
+    rows = local.merged(arrays, [*problem.beside, found.rows])
     kept = local.kept_by([found.kept])
     # what the backward pass need not gather again
     columns = block.columns if placement.size > 1 else None
     if found.columns is None:
-        loss = local.loss(problem, arrays, "float64", found.rows)
-        return replace(finalize_loss(problem, loss, found.rows, arrays), gathered=columns, kept=kept)
-    value, own, known = _over_columns(problem, arrays, found.rows, found.columns)
-    return local.Forward(value, found.rows[:2], own, columns, known, kept=kept)
+        loss = local.loss(problem, arrays, "float64", rows)
+        return replace(finalize_loss(problem, loss, rows, arrays), gathered=columns, kept=kept)
+    value, own, known = _over_columns(problem, arrays, rows, found.columns)
+    return local.Forward(value, rows[:2], own, columns, known, kept=kept)
 
 
 def _over_columns(

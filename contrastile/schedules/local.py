@@ -174,13 +174,13 @@ def forward(problem: Problem, backend: Backend, options: Options, *, wanted: Wan
         UnsupportedProblemError: the backend refuses one of the blocks.
     """
     arrays, two_sided = backend.arrays, problem.column_weight is not None
-    count, single = sum(x.shape[0] for x in problem.columns), len(problem.columns) == 1
+    count, single = sum(x.shape[0] for x in problem.columns), len(problem.columns) == 1 and not problem.beside
     lse = lse_function(problem.rows, count, wanted, backend, options, single=single)
     parts = []
     for _, block in problem.blocks():
         backend.check(block, options)
         parts.append(lse(block, two_sided, options))
-    rows = merged(arrays, [part.rows for part in parts])
+    rows = merged(arrays, [*problem.beside, *(part.rows for part in parts)])
     columns = joined(arrays, [part.columns for part in parts if part.columns is not None]) if two_sided else None
     value = loss(problem, arrays, arrays.dtype(problem.scale), rows, columns)
     kept = kept_by([part.kept for part in parts])

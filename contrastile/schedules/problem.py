@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary, transfer
-from contrastile.backends.contract import Array, Block, Match, Pairs
+from contrastile.backends.contract import Array, Block, Match, Pairs, SideStatistics
 from contrastile.backends.objectives import Terms, terms
 from contrastile.schedules.placement import Placement
 
@@ -19,7 +19,7 @@ BLOCK = 65536
 """Rows and columns of a block that a device holds at a time, where nobody says how many: they fill a large GPU for
 several times as long as they travel."""
 
-VECTORS = 10
+VECTORS = 11
 """How many ``Problem.vectors`` there are."""
 
 
@@ -106,6 +106,10 @@ class Problem:
         equal: where weights, targets and positives may be found, if it was made of equal pairs: see ``diagonal``.
         margin: what is taken off the positives' cosines, times the scale; None for nothing.
         smoothing: the share of each row of y that is spread over all columns, which are then all admitted.
+        own_counts: (m,) int64, or None. Given, the last block is (m k, d), of which row i's are i k to i k + k - 1, and
+            count for it alone, as negatives: the first ``own_counts[i]`` of them. See ``own_positives``. They are in no
+            vector of the columns and in no placement.
+        beside: the statistics of the rows over other columns, which join those of the blocks.
     """
 
     rows: Array
@@ -129,6 +133,8 @@ class Problem:
     smoothing: float | None = None
     row_limits: Array | None = None
     column_limits: Array | None = None
+    own_counts: Array | None = None
+    beside: tuple[SideStatistics, ...] = ()
 
     def terms(self, arrays: ArrayLibrary) -> Terms:
         """Which loss of the statistics it is; ``arrays`` is the library of the scale."""
@@ -158,6 +164,16 @@ class Problem:
         )
 
     @property
+    def own_positives(self) -> bool:
+        """Whether the first block is the rows' own, too: row i of it is row i's positive, and no other row's column."""
+        return self.own_counts is not None and self.positives is None and self.match == "drop"
+
+    @property
+    def shared_columns(self) -> tuple[Array, ...]:
+        """The blocks that count for all rows."""
+        return self.columns if self.own_counts is None else self.columns[int(self.own_positives) : -1]
+
+    @property
     def traceable(self) -> bool:
         """Whether an operator may stand for it: what ranks say to each other, and copies of blocks, are in no graph."""
         return self.placement is None and self.blocking is None
@@ -176,6 +192,7 @@ class Problem:
             self.column_ids,
             self.row_limits,
             self.column_limits,
+            self.own_counts,
         )
 
     @property
@@ -190,7 +207,7 @@ class Problem:
     def with_arrays(self, arrays: Sequence[Any]) -> Problem:
         """The problem with other arrays, in the order of ``arrays``."""
         rows, scale, bias, u, t, v, other, positives, excluded, row_ids, column_ids, *rest = arrays
-        row_limits, column_limits, *columns = rest
+        row_limits, column_limits, own_counts, *columns = rest
         return Problem(
             rows,
             tuple(columns),
@@ -213,6 +230,7 @@ class Problem:
             self.smoothing,
             row_limits,
             column_limits,
+            own_counts,
         )
 
     def for_gradients(self) -> Problem:

@@ -144,7 +144,7 @@ def forward(
     """
     placement, arrays = placed(problem), backend.arrays
     two_sided = problem.column_weight is not None
-    rows: list[SideStatistics] = []
+    rows = list(problem.beside)
     accumulator = RingAccumulator(placement, arrays, arrays.merge, arrays.merge, _added)
 
     def widths(rank: int) -> list[int]:
