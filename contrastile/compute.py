@@ -192,7 +192,8 @@ def problem_loss(
 def _forward(problem: Problem, backend: Backend, options: Options, wanted: local.Wanted | None) -> local.Forward:
     """The softmax loss, or the statistics, by the problem's schedule, and what is beside its blocks."""
     if problem.own_counts is not None:
-        wanted = None if wanted is None else own_negatives.of_blocks(problem, wanted)
+        if wanted is not None:
+            wanted = replace(wanted, columns=wanted.columns[int(problem.own_positives) : -1])
         problem = own_negatives.shared(problem, backend)
         if not problem.columns:
             return own_negatives.loss(problem, backend.arrays)
@@ -209,14 +210,14 @@ def _backward(
     options: Options,
 ) -> local.Gradients:
     """The gradients of the same."""
-    blocks, of_blocks, found = problem, wanted, None
-    if problem.own_counts is not None:
-        blocks, of_blocks = own_negatives.shared(problem), own_negatives.of_blocks(problem, wanted)
-    if blocks.columns or blocks is problem:
-        found = _module(blocks).backward(blocks, saved, upstream, of_blocks, backend, options)
-    if blocks is not problem:
-        found = own_negatives.gradients(problem, saved, upstream, wanted, found, backend.arrays)
-    return found
+
+    def blocks(problem: Problem, wanted: local.Wanted) -> local.Gradients:
+        found: local.Gradients = _module(problem).backward(problem, saved, upstream, wanted, backend, options)
+        return found
+
+    if problem.own_counts is None:
+        return blocks(problem, wanted)
+    return own_negatives.gradients(problem, saved, upstream, wanted, blocks, backend.arrays)
 
 
 def problem_gradients(

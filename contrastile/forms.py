@@ -110,36 +110,80 @@ class Negatives(NamedTuple):
 
     Attributes:
         matrices: (r, d) each, by the names that errors give them; those of one query each, as (m k, d), come last.
-        shape: (m, k, d) of those that were given so; None where none were.
-        name: theirs.
+        given: of those in (m, k, d), if they are not shared or are counted, this shape and their name; else None.
+        counts: (m,) how many of the k count, as the caller gave them, or None.
+        share: whether they count for all queries.
+        in_batch: whether a key counts for other queries than its own.
     """
 
     matrices: dict[str, Array]
-    shape: tuple[int, int, int] | None = None
-    name: str = ""
+    given: tuple[tuple[int, int, int], str] | None
+    counts: Array | None
+    share: bool
+    in_batch: bool
 
-    def counts(self, check: Any, arrays: ArrayLibrary, rows: Array, given: Array | None) -> Array:
-        """(m,) int64, how many of its k each query has.
+    def parted(
+        self, check: Any, arrays: ArrayLibrary, rows: Array, columns: list[Array]
+    ) -> tuple[Array | None, Array | None, tuple[Array, Array] | None]:
+        """The columns of one query each, which leave ``columns``, and their ``Problem.own_counts``; None if all share.
+
+        Third come ids of rows and columns that leave out what lies beyond the counts in shared negatives, which becomes
+        0 there; None if there is none.
+
+        Args:
+            check: see ``validation.Known``.
+            arrays: the library of all these arrays.
+            rows: (m, d).
+            columns: the key, then the matrices.
 
         Raises:
-            TypeError, ValueError: other queries than these have them, or a count that can be read is not in 0..k.
+            TypeError, ValueError: of another number of queries, or counts are not such, where they can be read.
         """
-        m, (queries, most, _) = rows.shape[0], self.shape or (rows.shape[0], 0, 0)
-        if queries != m:
-            raise ValueError(
-                f"{self.name} must have as many negatives for each query, (queries, k, width), got shape "
-                f"{self.shape} for {m} queries; pad it, and say how many count by negative_counts="
-            )
-        if given is None:
-            return arrays.full((m,), most, "int64", rows)
-        found = check.integers("negative_counts", given, m, "query", arrays, rows)
-        if m and validation.values_are_readable(arrays, found):
-            for worst in (int(found.min()), int(found.max())):
-                if not 0 <= worst <= most:
-                    raise ValueError(
-                        f"negative_counts must lie in 0..{most}, got {worst}; count the negatives of each query"
-                    )
-        return found
+        m, counts, ids = rows.shape[0], None, None
+        if self.given is not None:
+            (queries, most, _), name = self.given
+            if queries != m:
+                raise ValueError(
+                    f"{name} must have k negatives for each of {m} queries, got shape {self.given[0]}; pad them, and "
+                    "say by negative_counts= how many count"
+                )
+            counts = arrays.full((m,), most, "int64", rows)
+            if self.counts is not None:
+                counts = check.integers("negative_counts", self.counts, m, "query", arrays, rows)
+                if m and validation.values_are_readable(arrays, counts):
+                    for worst in (int(counts.min()), int(counts.max())):
+                        if not 0 <= worst <= most:
+                            raise ValueError(
+                                f"negative_counts must lie in 0..{most}, got {worst}; count the negatives of each query"
+                            )
+            if self.share:
+                ids = _without_padding(arrays, columns, 1 + [*self.matrices].index(name), most, counts)
+        if not self.share:
+            return columns.pop(), counts, ids
+        if self.in_batch:
+            return None, None, ids
+        return arrays.detached(rows[:0]), arrays.full((m,), 0, "int64", rows), ids
+
+    def agreed(self, columns: Sequence[Array], own: Array | None) -> dict[str, Any]:
+        """What every rank must have alike."""
+        if own is None and self.given is None:
+            return {}
+        mine = () if own is None else (*columns[: not self.in_batch], own)
+        wants = tuple(bool(getattr(x, "requires_grad", False)) for x in mine)
+        counted = self.counts is not None
+        return {"share_negatives": self.share, "in_batch": self.in_batch, "negative_counts": counted, "own": wants}
+
+
+def _without_padding(
+    arrays: ArrayLibrary, columns: list[Array], place: int, each: int, counts: Array
+) -> tuple[Array, Array]:
+    """Ids that leave out what lies beyond the counts in one block of columns, ``each`` of a row; it becomes 0 there."""
+    x = columns[place]
+    counted = (arrays.arange(0, each, x)[None] < counts[:, None]).reshape((-1,))
+    columns[place] = arrays.cast(arrays.where(counted[:, None], x, 0.0), arrays.dtype(x))
+    ids = [arrays.full((y.shape[0],), 1, "int64", x) for y in columns]
+    ids[place] = arrays.cast(counted, "int64")
+    return arrays.full((counts.shape[0],), 0, "int64", x), arrays.concat(ids)
 
 
 def negatives_of(
@@ -170,8 +214,8 @@ def negatives_of(
         ),
         (
             smoothing and (apart or not in_batch),
-            f"label_smoothing must be 0 with share_negatives=False, negative_counts= or in_batch=False, got {smoothing}: "
-            "its share of the target is for all columns; leave one out",
+            "label_smoothing must be 0 with share_negatives=False, negative_counts= or in_batch=False, got "
+            f"{smoothing}: its share of the target is for all columns; leave one out",
         ),
         (
             share and counts is not None and ids,
@@ -190,8 +234,9 @@ def negatives_of(
         name: x.reshape((deep[name][0] * deep[name][1], deep[name][2])) if name in deep else x
         for name, x in named.items()
     }
+    how = counts, share, in_batch
     if not apart:
-        return Negatives(matrices)
+        return Negatives(matrices, None, *how)
     ((name, shape),) = deep.items()
     own = {} if share else {name: matrices.pop(name)}
-    return Negatives(matrices | own, shape, name)
+    return Negatives(matrices | own, (shape, name), *how)

@@ -212,7 +212,7 @@ def info_nce(
             number, ``positives`` is None, and the mean is over the queries that have a positive.
         sum_positives: see ``clip_loss``.
         weights: (m,), one for each query: see ``clip_loss``.
-        label_smoothing: see ``clip_loss``; not with ``share_negatives=False``, ``negative_counts`` or ``in_batch=False``.
+        label_smoothing: see ``clip_loss``; not where a column counts for some queries alone.
         margin: see ``clip_loss``.
         threshold: see ``clip_loss``; not with ``positives``.
         threshold_is: see ``clip_loss``.

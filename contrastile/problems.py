@@ -116,30 +116,23 @@ def info_nce(
     limit = threshold_of(threshold, threshold_is, positives)
     form, agreed = form_of(row_ids, ids_are, sum_positives, label_smoothing, margin, limit, positives, weights)
     of_ids = ids_are == "positives"
-    asked = negative_counts, share_negatives, in_batch
     has = {"ids": row_ids is not None, "positives": of_ids or positives is not None}
-    given = negatives_of(negatives, *asked, **has, smoothing=label_smoothing)
+    given = negatives_of(negatives, negative_counts, share_negatives, in_batch, **has, smoothing=label_smoothing)
     named = given.matrices
     arrays, (rows, *columns) = check.features(world.alone, may_be_empty=named, query=query, key=key, **named)
-    m, apart = rows.shape[0], not (share_negatives and in_batch)
-    counts = None if given.shape is None and not apart else given.counts(check, arrays, rows, negative_counts)
-    if apart:
-        own = arrays.detached(rows[:0]) if share_negatives else columns.pop()
+    m = rows.shape[0]
+    own, own_counts, ids = given.parted(check, arrays, rows, columns)
     n = sum(x.shape[0] for x in columns)
     state = state_dtype(arrays.dtype(rows))
     factor = check.scalar("scale", scale, arrays, state, rows)
-    rows_of, of_columns = ids_of_both(check, arrays, rows, "query", (row_ids, m), (column_ids, n))
-    if share_negatives and counts is not None and given.shape is not None:
-        rows_of, of_columns = _without_padding(arrays, columns, 1 + [*named].index(given.name), counts)
+    rows_of, of_columns = ids or ids_of_both(check, arrays, rows, "query", (row_ids, m), (column_ids, n))
     if positives is None and not of_ids:
         check.paired("query", query, "key", key, "give positives= to say which key is whose")
     where = None if positives is None else check.integers("positives", positives, m, "query", arrays, rows)
     if world.alone:
         # a queue that nothing has entered yet; one that wants a gradient has one, of no rows
         columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0] or getattr(x, "requires_grad", False)]
-    if apart or counts is not None:
-        local = [getattr(x, "requires_grad", False) for x in (*columns[: not in_batch], own)] if apart else []
-        agreed |= {"share_negatives": share_negatives, "in_batch": in_batch, "gradients of own negatives wanted": local}
+    agreed |= given.agreed(columns, own)
     has = {"positives": where is not None, "row_ids": row_ids is not None}
     met = world.meet(arrays, rows, columns[not in_batch :], (scale, factor), loss="info_nce", **has, **agreed)
     pairs = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
@@ -157,12 +150,12 @@ def info_nce(
     elif not of_ids and in_batch:
         where = pairs.positives
     placement = met.placement
-    if apart and placement is not None and placement.exchange == "replicate":
+    if own is not None and placement is not None and placement.exchange == "replicate":
         # to each rank every other rank's own negatives would have to travel
         placement = replace(placement, exchange="gather")
     problem = Problem(
         rows=rows,
-        columns=(*columns, own) if apart else tuple(columns),
+        columns=tuple(columns) if own is None else (*columns, own),
         scale=factor,
         row_weight=weight,
         row_target=target,
@@ -172,7 +165,7 @@ def info_nce(
         placement=placement,
         equal=pairs,
         row_limits=None if limit is None else limit.of(arrays, rows, columns[0], factor),
-        own_counts=None if not apart else arrays.full((m,), 0, "int64", rows) if share_negatives else counts,
+        own_counts=own_counts,
         **form,
     )
     return LossProblem(arrays, problem, lambda g: (*_like(arrays, (query, key), (g.rows, g.columns[0])), g.scale))
@@ -401,16 +394,6 @@ BUILDERS: dict[str, Callable[..., LossProblem]] = {
     "sigmoid_loss": sigmoid,
 }
 """What makes the problem of each loss of the front door, by the loss's name."""
-
-
-def _without_padding(arrays: ArrayLibrary, columns: list[Array], place: int, counts: Array) -> tuple[Array, Array]:
-    """Ids that leave out what lies beyond the counts in one of the blocks, k of each row, which becomes 0 there."""
-    x, m = columns[place], counts.shape[0]
-    counted = (arrays.arange(0, x.shape[0] // max(m, 1), x)[None] < counts[:, None]).reshape((-1,))
-    columns[place] = arrays.cast(arrays.where(counted[:, None], x, 0.0), arrays.dtype(x))
-    ids = [arrays.full((y.shape[0],), 1, "int64", x) for y in columns]
-    ids[place] = arrays.cast(counted, "int64")
-    return arrays.full((m,), 0, "int64", x), arrays.concat(ids)
 
 
 def ids_of_both(check: Any, arrays: ArrayLibrary, rows: Array, of: str, *given: tuple[Array | None, int]) -> list[Any]:

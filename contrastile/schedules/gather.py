@@ -127,7 +127,7 @@ def backward(
             (column_weight,) = gathered(placement, arrays, (problem.column_weight, placement.shards.widths))
         problem = replace(problem, column_weight=column_weight, column_target=column_target)
     block = _block(problem, arrays, saved.gathered)
-    at_once = backend.finished is not None and wanted.rows
+    at_once = backend.finished is not None and wanted.rows and problem.row_sums is None
     # the weights carry the factor unless the backend multiplies by it
     weighted = problem if at_once else scaled_weights(problem, upstream)
     weights = Weights(*local.side_weights(weighted, saved, arrays), local.kept_of(saved, 0))
@@ -139,7 +139,7 @@ def backward(
         found = backend.finished(block, weights, factor, form, options)
         row_gradient, column_sum, inner = found.rows, found.columns, found.inner
     else:
-        row_sum = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
+        row_sum = local.row_accumulator(backend, problem, wanted)
         column_sum = local.accumulator(backend, block.columns, any(wanted.columns))
         backend.gradients(block, weights, row_sum, column_sum, options)
         inner = arrays.inner(problem.rows, row_sum) if wanted.scale else None

@@ -7,7 +7,7 @@ merged with those of the blocks, whose gradients are then right as they stand: b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from contrastile.backends.pairs import head, pair
 from contrastile.schedules import local
 from contrastile.schedules.beside import alongside
 from contrastile.schedules.problem import Problem
-from contrastile.schedules.sums import finalize_loss, mean, scaled_weights, summed
+from contrastile.schedules.sums import finalize_loss, gradients_over_ranks, scaled_weights
 
 ELEMENTS = 2**22
 """Features of own columns that are widened to the state dtype at a time."""
@@ -30,11 +30,6 @@ def shared(problem: Problem, backend: Backend | None = None) -> Problem:
     return replace(problem, columns=problem.shared_columns, own_counts=None, beside=found)
 
 
-def of_blocks(problem: Problem, wanted: local.Wanted) -> local.Wanted:
-    """Which gradients of the shared blocks are wanted."""
-    return replace(wanted, columns=wanted.columns[int(problem.own_positives) : -1])
-
-
 class _Chunk(NamedTuple):
     """Some rows and their own columns; first, where there is one, the positive.
 
@@ -42,7 +37,6 @@ class _Chunk(NamedTuple):
         rows: their place.
         q: (h, d) state dtype.
         k: (h, c, d) state dtype; 0 where there is no column.
-        z: (h, c) dot products, float64.
         x: (h, c) logits, float64.
         counted: (h, c) whether it is a negative that counts.
     """
@@ -50,7 +44,6 @@ class _Chunk(NamedTuple):
     rows: slice
     q: Array
     k: Array
-    z: Array
     x: Array
     counted: Array
 
@@ -62,7 +55,7 @@ def _chunks(problem: Problem) -> Iterator[_Chunk]:
     state, each, width = state_dtype(source.dtype(own)), own.shape[0] // max(m, 1), own.shape[1]
     counts, scale = alongside(problem.own_counts, own), source.cast(alongside(problem.scale, own), "float64")
     limits = None if problem.row_limits is None else alongside(problem.row_limits, own)
-    numbers, rows = source.arange(0, each, own), max(1, ELEMENTS // (width * (first + each)))
+    numbers, rows = source.arange(0, each, own), max(1, ELEMENTS // (width * max(1, first + each)))
     for start in range(0, m, rows):
         here = slice(start, min(start + rows, m))
         counted = numbers[None] < counts[here][:, None]
@@ -73,9 +66,8 @@ def _chunks(problem: Problem) -> Iterator[_Chunk]:
             positive = source.cast(problem.columns[0][here], state)[:, None]
             none = (counts[here] != counts[here])[:, None]
             k, counted = (source.module.concatenate(x, 1) for x in ((positive, k), (none, counted)))
-        z = source.cast((q[:, None] * k).sum(-1), "float64")
-        x = scale * z
-        yield _Chunk(here, q, k, z, x, counted if limits is None else counted & ~(x > limits[here][:, None]))
+        x = scale * source.cast((q[:, None] * k).sum(-1), "float64")
+        yield _Chunk(here, q, k, x, counted if limits is None else counted & ~(x > limits[here][:, None]))
 
 
 @local.ieee
@@ -84,7 +76,7 @@ def _statistics(problem: Problem, backend: Backend) -> SideStatistics:
     m, source = problem.rows.shape[0], library_of(problem.rows)
     xp, dtype = source.module, source.dtype(problem.rows)
     n, p = (source.full((m, 2), -math.inf, "float64", problem.rows) for _ in range(2))
-    for rows, _, _, _, x, counted in _chunks(problem):
+    for rows, _, _, x, counted in _chunks(problem):
         seen = source.where(counted, x, -math.inf)
         if seen.shape[1]:
             top = xp.amax(seen, 1)
@@ -115,53 +107,55 @@ def gradients(
     saved: local.Forward,
     upstream: Array,
     wanted: local.Wanted,
-    found: local.Gradients | None,
+    blocks: Callable[[Problem, local.Wanted], local.Gradients],
     arrays: ArrayLibrary,
 ) -> local.Gradients:
-    """The gradients of ``upstream * loss``.
+    """Gradients of ``upstream * loss``. What own columns add to a row's sum is where that of the blocks begins.
 
     Args:
         problem: with own columns.
         saved: what its forward pass left: N and P of all columns.
         upstream: 0-d.
         wanted: which gradients to give.
-        found: those of the shared columns, which are written to; None where there are none.
+        blocks: gives the gradients of the shared columns.
         arrays: the backend's library.
     """
     placement, rows, own, source = problem.placement, problem.rows, problem.columns[-1], library_of(problem.rows)
-    xp, dtype = source.module, source.dtype(rows)
+    xp, dtype, first = source.module, source.dtype(rows), int(problem.own_positives)
     weighted = problem.weighted(upstream) if placement is None else scaled_weights(problem, upstream)
     side, _ = local.side_weights(weighted, saved, arrays)
     by_n, by_p, *_ = (alongside(x, own) for x in bars_of(arrays, side))
     n = alongside(side.negative_lse, own)
     n = xp.stack((n, xp.zeros_like(n)), -1) if n.ndim == 1 else n
-    scale, first, total = source.cast(alongside(problem.scale, own), "float64"), int(problem.own_positives), 0.0
-    d_rows = found.rows if found is not None else source.full(tuple(rows.shape), 0.0, dtype, rows)
+    factor, state = alongside(problem.scale, own), state_dtype(dtype)
+    scale = source.cast(factor, "float64")
+    sums = source.full(tuple(rows.shape), 0.0, state, rows) if wanted.rows or wanted.scale else None
     of_key, of_own = (
         source.empty(tuple(x.shape), dtype, x) if want else None
         for x, want in zip((problem.columns[0], own), (first and wanted.columns[0], wanted.columns[-1]), strict=True)
     )
-    for here, q, k, z, x, counted in _chunks(problem):
+    for here, q, k, x, counted in _chunks(problem):
         bar = by_n[here][:, None]
         G = source.where(counted & (bar != 0), bar * xp.exp((x - n[here, :1]) - n[here, 1:]), 0.0)
         if first:
             # of one positive q is 1, and D has no part
             G[:, 0] = by_p[here]
-        total = total + source.total(G * z)
-        sG = source.cast(scale * G, source.dtype(q))[:, :, None]
-        if wanted.rows:
-            d_rows[here] = source.cast(source.cast(d_rows[here], "float64") + (sG * k).sum(1), dtype)
-        part = source.cast(sG * q[:, None], dtype)
+        if sums is not None:
+            sums[here] = (source.cast(G, state)[:, :, None] * k).sum(1)
+        part = source.cast(source.cast(scale * G, state)[:, :, None] * q[:, None], dtype)
         if of_key is not None:
             of_key[here] = part[:, 0]
         if of_own is not None:
             each = part.shape[1] - first
             of_own[here.start * each : here.stop * each] = part[:, first:].reshape((-1, own.shape[1]))
-    d_scale = None
-    if wanted.scale:
-        number = alongside(source.asarray(total, "float64", rows), problem.scale)
-        whole = number if placement is None else mean(placement, arrays, summed(placement, arrays, number)[0], number)
-        d_scale = whole if found is None else whole + found.scale
-        d_scale = arrays.cast(d_scale, arrays.dtype(problem.scale))
-    columns = (*[of_key] * first, *(() if found is None else found.columns), of_own)
-    return local.Gradients(d_rows if wanted.rows else None, columns, d_scale, None)
+    of_shared = replace(wanted, columns=wanted.columns[first:-1])
+    others = replace(shared(problem), row_sums=sums)
+    alone = local.Sums(sums, (), None), None, of_shared, source
+    if others.columns:
+        found = blocks(others, of_shared)
+    elif placement is not None:
+        found = gradients_over_ranks(rows, factor, placement, *alone)
+    else:
+        found = local.gradients_from_sums(rows, factor, *alone)
+        found = replace(found, scale=None if found.scale is None else alongside(found.scale, problem.scale))
+    return replace(found, columns=(*[of_key] * first, *found.columns, of_own))

@@ -110,6 +110,7 @@ class Problem:
             count for it alone, as negatives: the first ``own_counts[i]`` of them. See ``own_positives``. They are in no
             vector of the columns and in no placement.
         beside: the statistics of the rows over other columns, which join those of the blocks.
+        row_sums: (m, d) state dtype, where the features are: what the rows' sums of gradients begin with; None for 0.
     """
 
     rows: Array
@@ -135,6 +136,7 @@ class Problem:
     column_limits: Array | None = None
     own_counts: Array | None = None
     beside: tuple[SideStatistics, ...] = ()
+    row_sums: Array | None = None
 
     def terms(self, arrays: ArrayLibrary) -> Terms:
         """Which loss of the statistics it is; ``arrays`` is the library of the scale."""

@@ -12,9 +12,10 @@ from contrastile.oracle import named
 from contrastile.oracle.arrays import FloatArray, IntArray, float64
 from contrastile.oracle.pairs import target_weights
 from contrastile.schedules.problem import Problem
+from contrastile.verify.draws import Draw, unit
 from contrastile.verify.rearrange import folded, split
 from contrastile.verify.rounding import round_to
-from contrastile.verify.truth import Outcome
+from contrastile.verify.truth import Outcome, Owned
 
 FORMS: dict[str, Any] = {
     "clip_loss": named.clip,
@@ -50,8 +51,8 @@ class Arguments:
         scale: a number that multiplies the dot products.
         labels: (b,) of SupCon, None elsewhere.
         bias: of the sigmoid loss; None elsewhere, and for its default.
-        keywords: of integers: ids, positives, row_ids, column_ids.
-        negatives: of info_nce.
+        keywords: of integers: ids, positives, row_ids, column_ids, negative_counts.
+        negatives: of info_nce, (r, d); or (b, k, d), which come last.
         joined: whether the negatives are given as one tensor, and not as a sequence.
         weights: (b,) of the mean; None for none.
         options: texts and numbers that say which loss it is, as contrastile's own functions name them.
@@ -68,19 +69,31 @@ class Arguments:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+def with_own(draw: Draw, given: Arguments, k: int = 3) -> Arguments:
+    """Arguments with up to k negatives of each query, none of some; what lies beyond them is NaN."""
+    b, d = given.features[0].shape
+    counts = np.resize([0, k, *draw.integers(0, k + 1, 9)], b).astype(np.int64)
+    own = unit(given.features[0][:, None] + unit(draw.standard_normal((b, k, d))))
+    own[np.arange(k) >= counts[:, None]] = np.nan
+    keywords = {**given.keywords, "negative_counts": counts}
+    return replace(given, negatives=(*given.negatives, own), keywords=keywords)
+
+
 def stated(objective: str, given: Arguments, weights: str = "float64") -> Problem:
     """The problem that an objective states of these arguments, with weights rounded to a dtype."""
-    features, keywords = given.features, dict(given.keywords)
-    blocks = [len(x) for x in (*features[1:2], *given.negatives)]
+    features, keywords, asked = given.features, dict(given.keywords), given.options
+    blocks = [len(x) if x.ndim == 2 else x.shape[0] * x.shape[1] for x in (*features[1:2], *given.negatives)]
+    more: dict[str, Any] = {} if given.weights is None else {"weights": given.weights}
     if objective == "info_nce":
-        features = features[0], np.concatenate([features[1], *given.negatives])
+        features = features[0], np.concatenate([features[1], *(x for x in given.negatives if x.ndim == 2)])
+        more["own"] = next((x for x in given.negatives if x.ndim == 3), None)
+        more |= {"counts": keywords.pop("negative_counts", None), "in_batch": asked.get("in_batch", True)}
+        more["share"] = asked.get("share_negatives", True)
     if "ids" in keywords:
         same = keywords.pop("ids")
         keywords |= {"row_ids": same, "column_ids": same}
     labels = [] if given.labels is None else [given.labels]
     bias = [given.bias or 0.0] if objective == "sigmoid_loss" else []
-    more: dict[str, Any] = {} if given.weights is None else {"weights": given.weights}
-    asked = given.options
     if asked.get("ids_are") == "positives":
         more["match"] = "target"
     if objective != "sigmoid_loss":
@@ -96,7 +109,7 @@ def stated(objective: str, given: Arguments, weights: str = "float64") -> Proble
     positive = form.pairs.positive(m, n)
     v = form.v
     limits = [None if "threshold" not in asked else x.ravel() for x in named.limits(form)]
-    return Problem(
+    return Owned(
         rows=form.q,
         columns=split(form.k, blocks) if form.first is None else (form.k.copy(),),
         scale=float64(form.scale),

@@ -18,7 +18,7 @@ from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.oracle.arrays import FloatArray, float64
 from contrastile.schedules.problem import Problem
 from contrastile.verify.draws import FAR, TRAINED, Draw, Pairs, certain_pairs, pairs, unit, units, wordnet_pairs
-from contrastile.verify.losses.arguments import Arguments, ByContent, stated
+from contrastile.verify.losses.arguments import Arguments, ByContent, stated, with_own
 from contrastile.verify.losses.claims import KEYWORDS, Claims
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Truth, truth
@@ -234,6 +234,7 @@ def _option(
 
 
 _SHARED: dict[str, Any] = {"ids_are": "positives"}
+_APART, _ALONE = {"share_negatives": False}, {"in_batch": False}
 _INSIDE: dict[str, Any] = {"sum_positives": "inside"}
 _OPTIONS = (
     _option("weights", "weights of samples", HIGH, (*_ROWWISE, *_SELF, "sigmoid_loss"), _optional()),
@@ -275,6 +276,18 @@ _OPTIONS = (
         )
     ),
     _option("threshold@relative", "by a share of the positive", 20.0, _ROWWISE, _thresholded(relative=True)),
+    *(
+        replace(_option("own" + name, about, scale, _ONE, _optional(*makes, with_own, **options)), draw=draw)
+        for name, about, scale, draw, makes, options in (
+            ("", "negatives of one query each, and NaN beyond their counts", HIGH, pairs, (), _APART),
+            ("@certain", "of certain pairs", 100.0, certain_pairs, (), _APART),
+            ("@alone", "nothing but them", 20.0, pairs, (), {**_APART, **_ALONE, "margin": 0.35}),
+            ("@queue", "beside a queue, with ids", 20.0, pairs, (_queue,), _APART | _ALONE),
+            ("@ids", "of several positives", 20.0, pairs, (_queue,), _APART | _SHARED | _INSIDE),
+            ("@threshold", "less those far above the positive", 20.0, pairs, (), {**_APART, "threshold": -0.1}),
+            ("@shared", "their padding, where all queries share them", HIGH, pairs, (), _ALONE),
+        )
+    ),
 )
 OPTIONS = tuple(each.name for each in _OPTIONS)
 """The cases of options that contrastile's own functions have."""
