@@ -146,6 +146,8 @@ def diagonal_of(problem: Problem, arrays: ArrayLibrary, backend: Backend, option
 
 
 def _module(problem: Problem) -> ModuleType:
+    if problem.own_counts is not None:
+        return own_negatives
     if problem.placement is None:
         alone = local if problem.columns else triangle
         return alone if problem.blocking is None else blocked
@@ -182,42 +184,11 @@ def problem_loss(
                 if both is not None:
                     return both
         if problem.kind != "sigmoid":
-            found = _forward(problem, backend, options, wanted)
+            found: local.Forward = module.forward(problem, backend, options, wanted=wanted)
             value = found.loss if problem.smoothing is None else beside.value(problem, found.loss, backend.arrays)
             return value, found.state
         value, sums = module.sigmoid(problem, wanted, backend, options)
         return value, () if sums is None else sums.state
-
-
-def _forward(problem: Problem, backend: Backend, options: Options, wanted: local.Wanted | None) -> local.Forward:
-    """The softmax loss, or the statistics, by the problem's schedule, and what is beside its blocks."""
-    if problem.own_counts is not None:
-        if wanted is not None:
-            wanted = replace(wanted, columns=wanted.columns[int(problem.own_positives) : -1])
-        problem = own_negatives.shared(problem, backend)
-        if not problem.columns:
-            return own_negatives.loss(problem, backend.arrays)
-    found: local.Forward = _module(problem).forward(problem, backend, options, wanted=wanted)
-    return found
-
-
-def _backward(
-    problem: Problem,
-    saved: local.Forward,
-    upstream: Array,
-    wanted: local.Wanted,
-    backend: Backend,
-    options: Options,
-) -> local.Gradients:
-    """The gradients of the same."""
-
-    def blocks(problem: Problem, wanted: local.Wanted) -> local.Gradients:
-        found: local.Gradients = _module(problem).backward(problem, saved, upstream, wanted, backend, options)
-        return found
-
-    if problem.own_counts is None:
-        return blocks(problem, wanted)
-    return own_negatives.gradients(problem, saved, upstream, wanted, blocks, backend.arrays)
 
 
 def problem_gradients(
@@ -258,7 +229,7 @@ def problem_gradients(
         one = arrays.full((), 1.0, arrays.dtype(scale), scale) if upstream is None else upstream
         if problem.kind != "sigmoid":
             saved = local.Forward.of(state)
-            found = _backward(problem, saved, one, wanted, backend, options)
+            found: local.Gradients = _module(problem).backward(problem, saved, one, wanted, backend, options)
             if problem.margin is None and problem.smoothing is None:
                 return found
             return beside.gradients(problem, saved, one, wanted, found, arrays)

@@ -105,138 +105,86 @@ def form_of(
     return form, {**agreed, "label_smoothing": smoothing, "margin": form["margin"]}
 
 
-class Negatives(NamedTuple):
-    """The negatives of a call, as matrices.
-
-    Attributes:
-        matrices: (r, d) each, by the names that errors give them; those of one query each, as (m k, d), come last.
-        given: of those in (m, k, d), if they are not shared or are counted, this shape and their name; else None.
-        counts: (m,) how many of the k count, as the caller gave them, or None.
-        share: whether they count for all queries.
-        in_batch: whether a key counts for other queries than its own.
-    """
-
-    matrices: dict[str, Array]
-    given: tuple[tuple[int, int, int], str] | None
-    counts: Array | None
-    share: bool
-    in_batch: bool
-
-    def parted(
-        self, check: Any, arrays: ArrayLibrary, rows: Array, columns: list[Array]
-    ) -> tuple[Array | None, Array | None, tuple[Array, Array] | None]:
-        """The columns of one query each, which leave ``columns``, and their ``Problem.own_counts``; None if all share.
-
-        Third come ids of rows and columns that leave out what lies beyond the counts in shared negatives, which becomes
-        0 there; None if there is none.
-
-        Args:
-            check: see ``validation.Known``.
-            arrays: the library of all these arrays.
-            rows: (m, d).
-            columns: the key, then the matrices.
-
-        Raises:
-            TypeError, ValueError: of another number of queries, or counts are not such, where they can be read.
-        """
-        m, counts, ids = rows.shape[0], None, None
-        if self.given is not None:
-            (queries, most, _), name = self.given
-            if queries != m:
-                raise ValueError(
-                    f"{name} must have k negatives for each of {m} queries, got shape {self.given[0]}; pad them, and "
-                    "say by negative_counts= how many count"
-                )
-            counts = arrays.full((m,), most, "int64", rows)
-            if self.counts is not None:
-                counts = check.integers("negative_counts", self.counts, m, "query", arrays, rows)
-                if m and validation.values_are_readable(arrays, counts):
-                    for worst in (int(counts.min()), int(counts.max())):
-                        if not 0 <= worst <= most:
-                            raise ValueError(
-                                f"negative_counts must lie in 0..{most}, got {worst}; count the negatives of each query"
-                            )
-            if self.share:
-                ids = _without_padding(arrays, columns, 1 + [*self.matrices].index(name), most, counts)
-        if not self.share:
-            return columns.pop(), counts, ids
-        if self.in_batch:
-            return None, None, ids
-        return arrays.detached(rows[:0]), arrays.full((m,), 0, "int64", rows), ids
-
-    def agreed(self, columns: Sequence[Array], own: Array | None) -> dict[str, Any]:
-        """What every rank must have alike."""
-        if own is None and self.given is None:
-            return {}
-        mine = () if own is None else (*columns[: not self.in_batch], own)
-        wants = tuple(bool(getattr(x, "requires_grad", False)) for x in mine)
-        counted = self.counts is not None
-        return {"share_negatives": self.share, "in_batch": self.in_batch, "negative_counts": counted, "own": wants}
-
-
-def _without_padding(
-    arrays: ArrayLibrary, columns: list[Array], place: int, each: int, counts: Array
-) -> tuple[Array, Array]:
-    """Ids that leave out what lies beyond the counts in one block of columns, ``each`` of a row; it becomes 0 there."""
-    x = columns[place]
-    counted = (arrays.arange(0, each, x)[None] < counts[:, None]).reshape((-1,))
-    columns[place] = arrays.cast(arrays.where(counted[:, None], x, 0.0), arrays.dtype(x))
-    ids = [arrays.full((y.shape[0],), 1, "int64", x) for y in columns]
-    ids[place] = arrays.cast(counted, "int64")
-    return arrays.full((counts.shape[0],), 0, "int64", x), arrays.concat(ids)
+Deep = tuple[str, tuple[int, int, int]]
+"""The name and the shape, (m, k, d), of negatives that are counted, or not shared."""
 
 
 def negatives_of(
-    given: Array | Sequence[Array] | None,
-    counts: Array | None = None,
-    share: bool = True,
-    in_batch: bool = True,
-    *,
-    ids: bool = False,
-    positives: bool = False,
-    smoothing: float = 0.0,
-) -> Negatives:
-    """What a call of info_nce gives as negatives; ``ids`` and ``positives`` say whether it gives those.
+    given: Array | Sequence[Array] | None, counts: Any = None, share: bool = True, in_batch: bool = True, **has: Any
+) -> tuple[dict[str, Array], Deep | None]:
+    """The negatives of a call as matrices, by the names that errors give them: those of one query each, (m k, d), last.
+
+    Args:
+        given: (r, d), (m, k, d), or a sequence of such.
+        counts: see ``contrastile.info_nce``; share and in_batch likewise.
+        share: whether those in (m, k, d) count for all queries.
+        in_batch: whether a key counts for other queries than its own.
+        **has: whether there are ids, positives and smoothing.
 
     Raises:
-        ValueError: two arguments make no sense together, or none of the negatives is in (m, k, d) where one must be.
+        ValueError: two arguments make no sense together, or there is not one array in (m, k, d) where one must be.
     """
     more = () if given is None else tuple(given) if isinstance(given, Sequence) else (given,)
     named = {f"negatives[{i}]": x for i, x in enumerate(more)}
-    deep = {name: tuple(x.shape) for name, x in named.items() if len(getattr(x, "shape", ())) == 3}
+    shapes = {name: tuple(x.shape) for name, x in named.items() if len(getattr(x, "shape", ())) == 3}
     apart = not share or counts is not None
     for wrong, message in (
-        (not in_batch and not named, "negatives must be given with in_batch=False, got none; leave in_batch out"),
         (
-            not in_batch and positives,
-            "in_batch must be True with positives= or ids_are='positives', got False: then the query's own key is its "
-            "positive; leave one out",
+            not in_batch and (has["positives"] or not named),
+            "in_batch must be True with positives=, with ids_are='positives' and without negatives, got False: it is "
+            "for queries whose own key is the positive; leave one out",
         ),
         (
-            smoothing and (apart or not in_batch),
-            "label_smoothing must be 0 with share_negatives=False, negative_counts= or in_batch=False, got "
-            f"{smoothing}: its share of the target is for all columns; leave one out",
+            (apart or not in_batch) and has["smoothing"],
+            "label_smoothing must be 0 with share_negatives=False, negative_counts= or in_batch=False, got another: "
+            "its share of the target is for all columns; leave one out",
         ),
         (
-            share and counts is not None and ids,
-            "negative_counts must be None with row_ids= where negatives are shared, got both; give "
-            "share_negatives=False, or leave the padding out",
+            share and counts is not None and has["ids"],
+            "negative_counts must be None with row_ids= where negatives are shared, got both; leave the padding out",
         ),
         (
-            apart and len(deep) != 1,
+            apart and len(shapes) != 1,
             "negatives must hold one array of shape (queries, k, width) with share_negatives=False or "
-            f"negative_counts=, got {len(deep)}; reshape or join them",
+            f"negative_counts=, got {len(shapes)}; reshape or join them",
         ),
     ):
         if wrong:
             raise ValueError(message)
-    matrices = {
-        name: x.reshape((deep[name][0] * deep[name][1], deep[name][2])) if name in deep else x
-        for name, x in named.items()
-    }
-    how = counts, share, in_batch
+    found = {name: x.reshape((-1, x.shape[2])) if name in shapes else x for name, x in named.items()}
     if not apart:
-        return Negatives(matrices, None, *how)
-    ((name, shape),) = deep.items()
-    own = {} if share else {name: matrices.pop(name)}
-    return Negatives(matrices | own, (shape, name), *how)
+        return found, None
+    (deep,) = shapes.items()
+    own = {} if share else {deep[0]: found.pop(deep[0])}
+    return found | own, deep
+
+
+def counts_of(check: Any, arrays: ArrayLibrary, rows: Array, deep: Deep | None, given: Array | None) -> Array:
+    """(m,) int64, how many of its k negatives each row has; 0 where there are none.
+
+    Raises:
+        TypeError, ValueError: other rows than these have them, or counts are not such, where they can be read.
+    """
+    name, (m, most, _) = deep or ("", (rows.shape[0], 0, 0))
+    if m != rows.shape[0]:
+        raise ValueError(
+            f"{name} must have k negatives for each of {rows.shape[0]} queries, got {m} times {most}; pad them, and say "
+            "by negative_counts= how many count"
+        )
+    if given is None:
+        return arrays.full((m,), most if deep else 0, "int64", rows)
+    counts = check.integers("negative_counts", given, m, "query", arrays, rows)
+    for worst in (counts.min(), counts.max()) if m and validation.values_are_readable(arrays, counts) else ():
+        if not 0 <= int(worst) <= most:
+            raise ValueError(f"negative_counts must lie in 0..{most}, got {int(worst)}; count each query's negatives")
+    return counts
+
+
+def without_padding(arrays: ArrayLibrary, columns: list[Array], place: int, counts: Array) -> list[Array]:
+    """Ids of rows and columns that leave out what lies beyond (m,) counts in one of the blocks, which becomes 0."""
+    x, m = columns[place], counts.shape[0]
+    counted = (arrays.arange(0, x.shape[0] // max(m, 1), x)[None] < counts[:, None]).reshape((-1,))
+    columns[place] = arrays.where(counted[:, None], x, 0.0)
+    each = [arrays.full((y.shape[0],), 1, "int64", x) for y in columns]
+    each[place] = arrays.cast(counted, "int64")
+    return [0 * counts, arrays.concat(each)]

@@ -14,7 +14,7 @@ from contrastile import validation
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import state_dtype
 from contrastile.backends.objectives import STATISTICS
-from contrastile.forms import form_of, negatives_of, threshold_of
+from contrastile.forms import counts_of, form_of, negatives_of, threshold_of, without_padding
 from contrastile.schedules.handshake import ALONE, Handshake
 from contrastile.schedules.local import Gradients, both_sides
 from contrastile.schedules.problem import EqualPairs, Problem
@@ -116,24 +116,30 @@ def info_nce(
     limit = threshold_of(threshold, threshold_is, positives)
     form, agreed = form_of(row_ids, ids_are, sum_positives, label_smoothing, margin, limit, positives, weights)
     of_ids = ids_are == "positives"
-    has = {"ids": row_ids is not None, "positives": of_ids or positives is not None}
-    given = negatives_of(negatives, negative_counts, share_negatives, in_batch, **has, smoothing=label_smoothing)
-    named = given.matrices
+    has = {"ids": row_ids is not None, "positives": of_ids or positives is not None, "smoothing": label_smoothing}
+    named, deep = negatives_of(negatives, negative_counts, share_negatives, in_batch, **has)
     arrays, (rows, *columns) = check.features(world.alone, may_be_empty=named, query=query, key=key, **named)
-    m = rows.shape[0]
-    own, own_counts, ids = given.parted(check, arrays, rows, columns)
+    m, own, counts = rows.shape[0], None, None
+    if deep is not None or not in_batch:
+        counts = counts_of(check, arrays, rows, deep, negative_counts)
+    if not (share_negatives and in_batch):
+        own = arrays.detached(rows[:0]) if share_negatives else columns.pop()
     n = sum(x.shape[0] for x in columns)
     state = state_dtype(arrays.dtype(rows))
     factor = check.scalar("scale", scale, arrays, state, rows)
-    rows_of, of_columns = ids or ids_of_both(check, arrays, rows, "query", (row_ids, m), (column_ids, n))
+    rows_of, of_columns = ids_of_both(check, arrays, rows, "query", (row_ids, m), (column_ids, n))
+    if share_negatives and deep is not None:
+        rows_of, of_columns = without_padding(arrays, columns, 1 + [*named].index(deep[0]), counts)
     if positives is None and not of_ids:
         check.paired("query", query, "key", key, "give positives= to say which key is whose")
     where = None if positives is None else check.integers("positives", positives, m, "query", arrays, rows)
     if world.alone:
         # a queue that nothing has entered yet; one that wants a gradient has one, of no rows
         columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0] or getattr(x, "requires_grad", False)]
-    agreed |= given.agreed(columns, own)
-    has = {"positives": where is not None, "row_ids": row_ids is not None}
+    has = {"positives": where is not None, "row_ids": rows_of is not None}
+    if own is not None:
+        wants = tuple(bool(getattr(x, "requires_grad", False)) for x in (*columns[: not in_batch], own))
+        has |= {"share_negatives": share_negatives, "in_batch": in_batch, "gradients of own columns": wants}
     met = world.meet(arrays, rows, columns[not in_batch :], (scale, factor), loss="info_nce", **has, **agreed)
     pairs = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
     weight, target = pairs.weight, pairs.target
@@ -165,7 +171,7 @@ def info_nce(
         placement=placement,
         equal=pairs,
         row_limits=None if limit is None else limit.of(arrays, rows, columns[0], factor),
-        own_counts=own_counts,
+        own_counts=None if own is None else 0 * counts if share_negatives else counts,
         **form,
     )
     return LossProblem(arrays, problem, lambda g: (*_like(arrays, (query, key), (g.rows, g.columns[0])), g.scale))
@@ -342,7 +348,7 @@ def statistics(
     for name, given in of_others.items():
         if itself and given is not None:
             raise ValueError(f"{name} must be None with columns=None, got one; give row_ids, or columns")
-    named = {} if itself else {"columns": columns} | negatives_of(negatives).matrices
+    named = {} if itself else {"columns": columns} | negatives_of(negatives)[0]
     arrays, (rows, *blocks) = check.features(world.alone, may_be_empty=set(named) - {"columns"}, rows=rows, **named)
     m, n, state = rows.shape[0], sum(x.shape[0] for x in blocks), state_dtype(arrays.dtype(rows))
     factor = check.scalar("scale", scale, arrays, state, rows)

@@ -1,21 +1,21 @@
 """Columns of one row each, beside the blocks that all rows share: O(m k) logits, and none of it travels.
 
-They are a row's own hard negatives; and, where the keys of other rows do not count, its positive. Their statistics are
-merged with those of the blocks, whose gradients are then right as they stand: bars are derivatives by the whole N.
+They are a row's own hard negatives; and, where the keys of other rows do not count, its positive. Their statistics join
+those of the blocks, whose gradients are then right as they stand: bars are derivatives by the whole N.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from types import ModuleType
 
-from contrastile.backends.arrays import ArrayLibrary, library_of
+from contrastile.backends.arrays import library_of
 from contrastile.backends.bars import bars_of
-from contrastile.backends.contract import Array, Backend, SideStatistics, state_dtype
+from contrastile.backends.contract import Array, Backend, Options, SideStatistics, state_dtype
 from contrastile.backends.pairs import head, pair
-from contrastile.schedules import local
+from contrastile.schedules import blocked, gather, local, ring
 from contrastile.schedules.beside import alongside
 from contrastile.schedules.problem import Problem
 from contrastile.schedules.sums import finalize_loss, gradients_over_ranks, scaled_weights
@@ -24,32 +24,21 @@ ELEMENTS = 2**22
 """Features of own columns that are widened to the state dtype at a time."""
 
 
-def shared(problem: Problem, backend: Backend | None = None) -> Problem:
-    """The problem of the blocks that all rows share, which may be none; with a backend, and the others' statistics."""
-    found = () if backend is None else (_statistics(problem, backend),)
-    return replace(problem, columns=problem.shared_columns, own_counts=None, beside=found)
+def _shared(problem: Problem) -> tuple[ModuleType, Problem, slice]:
+    """The schedule and the problem of the blocks that all rows share, and which of the blocks these are."""
+    which = slice(int(problem.own_positives), -1)
+    module = local if problem.blocking is None else blocked
+    if problem.placement is not None:
+        module = ring if problem.placement.exchange == "ring" else gather
+    return module, replace(problem, columns=problem.columns[which], own_counts=None), which
 
 
-class _Chunk(NamedTuple):
-    """Some rows and their own columns; first, where there is one, the positive.
+def _chunks(problem: Problem) -> Iterator[tuple[slice, Array, Array, Array, Array]]:
+    """Some rows at a time, where the features are, and their own columns: first, where there is one, the positive.
 
-    Attributes:
-        rows: their place.
-        q: (h, d) state dtype.
-        k: (h, c, d) state dtype; 0 where there is no column.
-        x: (h, c) logits, float64.
-        counted: (h, c) whether it is a negative that counts.
+    Gives the rows' place, their features (h, d) and the columns' (h, c, d) in the state dtype, 0 where there is no
+    column; and the logits, (h, c) float64, and which of them are those of negatives that count.
     """
-
-    rows: slice
-    q: Array
-    k: Array
-    x: Array
-    counted: Array
-
-
-def _chunks(problem: Problem) -> Iterator[_Chunk]:
-    """All rows, where the features are, which of a problem in blocks is elsewhere than the vectors."""
     own, m, first = problem.columns[-1], problem.rows.shape[0], int(problem.own_positives)
     source = library_of(own)
     state, each, width = state_dtype(source.dtype(own)), own.shape[0] // max(m, 1), own.shape[1]
@@ -63,72 +52,66 @@ def _chunks(problem: Problem) -> Iterator[_Chunk]:
         # what lies beyond a row's count may be anything
         k, q = source.where(counted[:, :, None], k, 0.0), source.cast(problem.rows[here], state)
         if first:
-            positive = source.cast(problem.columns[0][here], state)[:, None]
-            none = (counts[here] != counts[here])[:, None]
-            k, counted = (source.module.concatenate(x, 1) for x in ((positive, k), (none, counted)))
+            positive, no = source.cast(problem.columns[0][here], state)[:, None], (counts[here] < 0)[:, None]
+            k, counted = (source.module.concatenate(x, 1) for x in ((positive, k), (no, counted)))
         x = scale * source.cast((q[:, None] * k).sum(-1), "float64")
-        yield _Chunk(here, q, k, x, counted if limits is None else counted & ~(x > limits[here][:, None]))
+        yield here, q, k, x, counted if limits is None else counted & ~(x > limits[here][:, None])
 
 
-@local.ieee
 def _statistics(problem: Problem, backend: Backend) -> SideStatistics:
     """Those of the rows over their own columns, beside the scale."""
     m, source = problem.rows.shape[0], library_of(problem.rows)
     xp, dtype = source.module, source.dtype(problem.rows)
     n, p = (source.full((m, 2), -math.inf, "float64", problem.rows) for _ in range(2))
-    for rows, _, _, x, counted in _chunks(problem):
+    for here, _, _, x, counted in _chunks(problem):
         seen = source.where(counted, x, -math.inf)
         if seen.shape[1]:
             top = xp.amax(seen, 1)
             top = source.where(xp.isfinite(top), top, 0.0)
-            n[rows] = pair(xp, top, xp.log(xp.exp(seen - top[:, None]).sum(1)))
+            n[here] = pair(xp, top, xp.log(xp.exp(seen - top[:, None]).sum(1)))
         if problem.own_positives:
-            p[rows] = pair(xp, x[:, 0], 0.0 * x[:, 0])
-    s = p if problem.own_positives else source.full((m, 2), 0.0, "float64", problem.rows)
+            p[here] = pair(xp, x[:, 0], 0.0 * x[:, 0])
     pairs = backend.compensated and backend.state(dtype) == "float64"
-    given = {id(x): alongside(x if pairs else head(x), problem.scale) for x in (n, p, s)}
+    n, p = (alongside(x if pairs else head(x), problem.scale) for x in (n, p))
     # of lone positives P and S are one
-    return SideStatistics(*(given[id(x)] for x in (n, p, s)))
+    return SideStatistics(n, p, p if problem.own_positives else xp.exp(p))
 
 
 @local.ieee
-def loss(problem: Problem, arrays: ArrayLibrary) -> local.Forward:
-    """The softmax loss of a problem that has no other columns, of ranks the global one."""
-    (rows,) = problem.beside
-    found = local.loss(problem, arrays, "float64", rows)
+def forward(
+    problem: Problem, backend: Backend, options: Options, *, wanted: local.Wanted | None = None
+) -> local.Forward:
+    """The softmax loss, of ranks the global one, and the log-sum-exps of all columns: see ``local.forward``."""
+    arrays, rows = backend.arrays, _statistics(problem, backend)
+    module, shared, which = _shared(problem)
+    if shared.columns:
+        wants = None if wanted is None else replace(wanted, columns=wanted.columns[which])
+        found: local.Forward = module.forward(replace(shared, beside=(rows,)), backend, options, wanted=wants)
+        return found
+    loss = local.loss(problem, arrays, "float64", rows)
     if problem.placement is not None:
-        return finalize_loss(problem, found, rows, arrays)
-    return local.Forward(arrays.cast(found, arrays.dtype(problem.scale)), rows[:2])
+        return finalize_loss(problem, loss, rows, arrays)
+    return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), rows[:2])
 
 
 @local.ieee
-def gradients(
+def backward(
     problem: Problem,
     saved: local.Forward,
     upstream: Array,
     wanted: local.Wanted,
-    blocks: Callable[[Problem, local.Wanted], local.Gradients],
-    arrays: ArrayLibrary,
+    backend: Backend,
+    options: Options,
 ) -> local.Gradients:
-    """Gradients of ``upstream * loss``. What own columns add to a row's sum is where that of the blocks begins.
-
-    Args:
-        problem: with own columns.
-        saved: what its forward pass left: N and P of all columns.
-        upstream: 0-d.
-        wanted: which gradients to give.
-        blocks: gives the gradients of the shared columns.
-        arrays: the backend's library.
-    """
+    """Gradients of ``upstream * loss``. A row's sum begins with what its own columns add to it."""
     placement, rows, own, source = problem.placement, problem.rows, problem.columns[-1], library_of(problem.rows)
     xp, dtype, first = source.module, source.dtype(rows), int(problem.own_positives)
     weighted = problem.weighted(upstream) if placement is None else scaled_weights(problem, upstream)
-    side, _ = local.side_weights(weighted, saved, arrays)
-    by_n, by_p, *_ = (alongside(x, own) for x in bars_of(arrays, side))
+    side, _ = local.side_weights(weighted, saved, backend.arrays)
+    by_n, by_p, *_ = (alongside(x, own) for x in bars_of(backend.arrays, side))
     n = alongside(side.negative_lse, own)
     n = xp.stack((n, xp.zeros_like(n)), -1) if n.ndim == 1 else n
     factor, state = alongside(problem.scale, own), state_dtype(dtype)
-    scale = source.cast(factor, "float64")
     sums = source.full(tuple(rows.shape), 0.0, state, rows) if wanted.rows or wanted.scale else None
     of_key, of_own = (
         source.empty(tuple(x.shape), dtype, x) if want else None
@@ -142,17 +125,17 @@ def gradients(
             G[:, 0] = by_p[here]
         if sums is not None:
             sums[here] = (source.cast(G, state)[:, :, None] * k).sum(1)
-        part = source.cast(source.cast(scale * G, state)[:, :, None] * q[:, None], dtype)
+        part = source.cast(source.cast(factor * G, state)[:, :, None] * q[:, None], dtype)
         if of_key is not None:
             of_key[here] = part[:, 0]
         if of_own is not None:
             each = part.shape[1] - first
             of_own[here.start * each : here.stop * each] = part[:, first:].reshape((-1, own.shape[1]))
-    of_shared = replace(wanted, columns=wanted.columns[first:-1])
-    others = replace(shared(problem), row_sums=sums)
-    alone = local.Sums(sums, (), None), None, of_shared, source
-    if others.columns:
-        found = blocks(others, of_shared)
+    module, shared, which = _shared(problem)
+    wanted = replace(wanted, columns=wanted.columns[which])
+    alone = local.Sums(sums, (), None), None, wanted, source
+    if shared.columns:
+        found = module.backward(replace(shared, row_sums=sums), saved, upstream, wanted, backend, options)
     elif placement is not None:
         found = gradients_over_ranks(rows, factor, placement, *alone)
     else:

@@ -171,11 +171,6 @@ class Problem:
         return self.own_counts is not None and self.positives is None and self.match == "drop"
 
     @property
-    def shared_columns(self) -> tuple[Array, ...]:
-        """The blocks that count for all rows."""
-        return self.columns if self.own_counts is None else self.columns[int(self.own_positives) : -1]
-
-    @property
     def traceable(self) -> bool:
         """Whether an operator may stand for it: what ranks say to each other, and copies of blocks, are in no graph."""
         return self.placement is None and self.blocking is None
