@@ -110,12 +110,12 @@ Deep = tuple[str, tuple[int, int, int]]
 
 
 def negatives_of(
-    given: Array | Sequence[Array] | None, counts: Any = None, share: bool = True, in_batch: bool = True, **has: Any
+    negatives: Array | Sequence[Array] | None, counts: Any = None, share: bool = True, in_batch: bool = True, **has: Any
 ) -> tuple[dict[str, Array], Deep | None]:
     """The negatives of a call as matrices, by the names that errors give them: those of one query each, (m k, d), last.
 
     Args:
-        given: (r, d), (m, k, d), or a sequence of such.
+        negatives: (r, d), (m, k, d), or a sequence of such.
         counts: see ``contrastile.info_nce``; share and in_batch likewise.
         share: whether those in (m, k, d) count for all queries.
         in_batch: whether a key counts for other queries than its own.
@@ -124,7 +124,7 @@ def negatives_of(
     Raises:
         ValueError: two arguments make no sense together, or there is not one array in (m, k, d) where one must be.
     """
-    more = () if given is None else tuple(given) if isinstance(given, Sequence) else (given,)
+    more = () if negatives is None else tuple(negatives) if isinstance(negatives, Sequence) else (negatives,)
     named = {f"negatives[{i}]": x for i, x in enumerate(more)}
     shapes = {name: tuple(x.shape) for name, x in named.items() if len(getattr(x, "shape", ())) == 3}
     apart = not share or counts is not None
@@ -168,8 +168,8 @@ def counts_of(check: Any, arrays: ArrayLibrary, rows: Array, deep: Deep | None, 
     name, (m, most, _) = deep or ("", (rows.shape[0], 0, 0))
     if m != rows.shape[0]:
         raise ValueError(
-            f"{name} must have k negatives for each of {rows.shape[0]} queries, got {m} times {most}; pad them, and say "
-            "by negative_counts= how many count"
+            f"{name} must have k negatives for each of {rows.shape[0]} queries, got {m} times {most}; pad them, and "
+            "say by negative_counts= how many count"
         )
     if given is None:
         return arrays.full((m,), most if deep else 0, "int64", rows)
