@@ -136,8 +136,8 @@ def negatives_of(
         ),
         (
             (apart or not in_batch) and has["smoothing"],
-            "label_smoothing must be 0 with share_negatives=False, negative_counts= or in_batch=False, got another: "
-            "its share of the target is for all columns; leave one out",
+            "label_smoothing must be 0 with share_negatives=False, negative_counts= or in_batch=False, got "
+            f"{has.get('smoothing')}: its share of the target is for all columns; leave one out",
         ),
         (
             share and counts is not None and has["ids"],

@@ -60,8 +60,8 @@ def forward(
     two_sided = problem.column_weight is not None
     block = _block(problem, arrays)
     backend.check(block, options)
-    whole = not problem.beside
-    lse = local.lse_function(block.rows, block.columns.shape[0], wanted, backend, options, single=whole)
+    single = not problem.beside
+    lse = local.lse_function(block.rows, block.columns.shape[0], wanted, backend, options, single=single)
     found = lse(block, two_sided, options)
     rows = local.merged(arrays, [*problem.beside, found.rows])
     kept = local.kept_by([found.kept])
