@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 from conformance import COLUMNS, MEMORY, cell
 from pages import defined, read, sections
-from peers import adapters
+from peers import adapters, stubs
 from peers.adapters import PEERS
 from sentence_tables import Table, columns
 
@@ -98,27 +97,19 @@ def test_a_call_of_ours_is_the_package_s(theirs: str, here: str) -> None:
     """The table of docs/how-to/switching.md: value and gradients in float64."""
     name = re.findall(r"([a-z_][\w.]*)\.[A-Z]", theirs)[0]
     package = name.partition(".")[0]
-    for needed in (package, "sentence_transformers"):
-        if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"needs {needed}")
-    adapters.module(name)
+    stubs.install()
+    for needed in (name, "sentence_transformers"):
+        pytest.importorskip(needed, exc_type=ImportError)
     model = adapters.module("sentence_transformers").SentenceTransformer(modules=[Table((2 + K) * B)], device="cpu")
     embeddings = model[0].embeddings
     q, p, *h = torch.nn.functional.normalize(embeddings, dim=1).split(B)
-    draw = torch.Generator().manual_seed(7)
-    words, tq, tp = (torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((B, 4, 6), (B, 5), (B, 5)))
-    tokens, labels, b = torch.arange(4).expand(B, 4), torch.arange(2 * B) % (B - 2), torch.arange(B)
+    words, tq, tp = (torch.randn(*shape, dtype=torch.float64) for shape in ((B, 4, 6), (B, 5), (B, 5)))
     scope = vars(contrastile) | defined(read("docs/how-to/own-loss.md"), contrastile=contrastile)
     scope |= defined(SWITCHING["NTXentLoss with labels"], torch=torch, contrastile=contrastile)
-    scope |= {
-        "nn": contrastile.nn,
-        "unit": torch.nn.functional.normalize,
-        package: adapters.module(package),
-        "s": 4.5,
-        "t": 1 / 4.5,
-    }
-    scope |= {"q": q, "p": p, "h": torch.stack(h, 1), "x": torch.cat([q, p]), "labels": labels, "b": b}
-    scope |= {"words": words, "tokens": tokens, "tq": tq, "tp": tp, "model": model, "inputs": columns(2, B)}
+    scope |= {"nn": contrastile.nn, "unit": torch.nn.functional.normalize, package: adapters.module(package)}
+    scope |= {"q": q, "p": p, "h": torch.stack(h, 1), "x": torch.cat([q, p]), "s": 4.5, "t": 1 / 4.5}
+    scope |= {"labels": torch.arange(2 * B) % (B - 2), "b": torch.arange(B), "model": model, "inputs": columns(2, B)}
+    scope |= {"words": words, "tokens": torch.arange(4).expand(B, 4), "tq": tq, "tp": tp}
     calls = [theirs, *re.findall("`(.+?)`", here)]
     losses = [eval(call, dict(scope)) for call in calls]
     gradients = [torch.autograd.grad(loss, embeddings, retain_graph=True)[0] for loss in losses]
