@@ -116,14 +116,13 @@ def info_nce(
     limit = threshold_of(threshold, threshold_is, positives)
     form, agreed = form_of(row_ids, ids_are, sum_positives, label_smoothing, margin, limit, positives, weights)
     of_ids = ids_are == "positives"
-    has = {"ids": row_ids is not None, "positives": of_ids or positives is not None, "smoothing": label_smoothing}
+    has: dict[str, Any] = {"ids": row_ids is not None, "positives": of_ids or positives is not None}
+    has["smoothing"] = label_smoothing
     named, deep = negatives_of(negatives, negative_counts, share_negatives, in_batch, **has)
     arrays, (rows, *columns) = check.features(world.alone, may_be_empty=named, query=query, key=key, **named)
-    m, own, counts = rows.shape[0], None, None
-    if deep is not None or not in_batch:
-        counts = counts_of(check, arrays, rows, deep, negative_counts)
-    if not (share_negatives and in_batch):
-        own = arrays.detached(rows[:0]) if share_negatives else columns.pop()
+    m, plain = rows.shape[0], deep is None and in_batch
+    counts: Any = None if plain else counts_of(check, arrays, rows, deep, negative_counts)
+    own = columns.pop() if not share_negatives else None if in_batch else arrays.detached(rows[:0])
     n = sum(x.shape[0] for x in columns)
     state = state_dtype(arrays.dtype(rows))
     factor = check.scalar("scale", scale, arrays, state, rows)

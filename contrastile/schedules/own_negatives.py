@@ -134,6 +134,7 @@ def backward(
     module, shared, which = _shared(problem)
     wanted = replace(wanted, columns=wanted.columns[which])
     alone = local.Sums(sums, (), None), None, wanted, source
+    found: local.Gradients
     if shared.columns:
         found = module.backward(replace(shared, row_sums=sums), saved, upstream, wanted, backend, options)
     elif placement is not None:

@@ -285,7 +285,7 @@ _OPTIONS = (
             ("@queue", "beside a queue, with ids", 20.0, pairs, (_queue,), _APART | _ALONE),
             ("@ids", "of several positives", 20.0, pairs, (_queue,), _APART | _SHARED | _INSIDE),
             ("@threshold", "less those far above the positive", 20.0, pairs, (), {**_APART, "threshold": -0.1}),
-            ("@shared", "their padding, where all queries share them", HIGH, pairs, (), _ALONE),
+            ("@shared", "their padding, where all queries share them and logits of 0 count", 2.0, pairs, (), _ALONE),
         )
     ),
 )
