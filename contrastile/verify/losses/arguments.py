@@ -12,7 +12,7 @@ from contrastile.oracle import named
 from contrastile.oracle.arrays import FloatArray, IntArray, float64
 from contrastile.oracle.pairs import target_weights
 from contrastile.schedules.problem import Problem
-from contrastile.verify.draws import Draw, unit
+from contrastile.verify.draws import Draw, certain_pairs, pairs, unit
 from contrastile.verify.rearrange import folded, split
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Outcome, Owned
@@ -69,6 +69,12 @@ class Arguments:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+def hard(draw: Draw, given: Arguments, count: int) -> FloatArray:
+    """Negatives as near to a query as its key: without any one of them the loss is another."""
+    rows = np.resize(given.features[0], (count, given.features[0].shape[1]))
+    return unit(rows + unit(draw.standard_normal(rows.shape)))
+
+
 def with_own(draw: Draw, given: Arguments, k: int = 3) -> Arguments:
     """Arguments with up to k negatives of each query, none of some; what lies beyond them is NaN."""
     b, d = given.features[0].shape
@@ -77,6 +83,20 @@ def with_own(draw: Draw, given: Arguments, k: int = 3) -> Arguments:
     own[np.arange(k) >= counts[:, None]] = np.nan
     keywords = {**given.keywords, "negative_counts": counts}
     return replace(given, negatives=(*given.negatives, own), keywords=keywords)
+
+
+_APART, _ALONE = {"share_negatives": False}, {"in_batch": False}
+_INSIDE = {"ids_are": "positives", "sum_positives": "inside"}
+OWN_NEGATIVES: tuple[tuple[str, str, float, Any, bool, dict[str, Any]], ...] = (
+    ("", "negatives of one query each, and NaN beyond their counts", 37.3, pairs, False, _APART),
+    ("@certain", "of certain pairs", 100.0, certain_pairs, False, _APART),
+    ("@alone", "nothing but them", 20.0, pairs, False, {**_APART, **_ALONE, "margin": 0.35}),
+    ("@queue", "beside a queue, with ids", 20.0, pairs, True, _APART | _ALONE),
+    ("@ids", "of several positives", 20.0, pairs, True, _APART | _INSIDE),
+    ("@threshold", "less those far above the positive", 20.0, pairs, False, {**_APART, "threshold": -0.1}),
+    ("@shared", "their padding, where all queries share them and logits of 0 count", 2.0, pairs, False, _ALONE),
+)
+"""Cases of ``with_own``: name, about, scale, features, whether a queue comes before, and options."""
 
 
 def stated(objective: str, given: Arguments, weights: str = "float64") -> Problem:
