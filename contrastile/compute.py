@@ -21,6 +21,7 @@ from contrastile.schedules import (
     blocked,
     gather,
     local,
+    own_negatives,
     replicate,
     ring,
     scalars,
@@ -149,6 +150,8 @@ def whole_of(problem: Problem, arrays: ArrayLibrary, backend: Backend, options: 
 
 
 def _module(problem: Problem) -> ModuleType:
+    if problem.own_counts is not None:
+        return own_negatives
     if problem.placement is None:
         alone = local if problem.columns else triangle
         return alone if problem.blocking is None else blocked

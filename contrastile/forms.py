@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from contrastile import validation
@@ -116,3 +117,93 @@ def form_of(
     }
     agreed = {"ids_are": ids_are, "sum_positives": sum_positives, "weights": weights is not None, "threshold": limit}
     return form, {**agreed, "label_smoothing": smoothing, "margin": form["margin"]}
+
+
+Deep = tuple[str, tuple[int, int, int]]
+"""The name and the shape, (m, k, d), of negatives that are counted, or not shared."""
+
+
+def negatives_of(
+    negatives: Array | Sequence[Array] | None, counts: Any = None, share: bool = True, in_batch: bool = True, **has: Any
+) -> tuple[dict[str, Array], Deep | None]:
+    """The negatives of a call as matrices, by the names that errors give them: those of one query each, (m k, d), last.
+
+    Args:
+        negatives: (r, d), (m, k, d), or a sequence of such.
+        counts: see ``contrastile.info_nce``; share and in_batch likewise.
+        share: whether those in (m, k, d) count for all queries.
+        in_batch: whether a key counts for other queries than its own.
+        **has: whether there are ids, positives, smoothing and a guide.
+
+    Raises:
+        ValueError: two arguments make no sense together, or there is not one array in (m, k, d) where one must be.
+    """
+    more = () if negatives is None else tuple(negatives) if isinstance(negatives, Sequence) else (negatives,)
+    named = {f"negatives[{i}]": x for i, x in enumerate(more)}
+    shapes = {name: tuple(x.shape) for name, x in named.items() if len(getattr(x, "shape", ())) == 3}
+    apart = not share or counts is not None
+    for wrong, message in (
+        (
+            not in_batch and (has["positives"] or not named),
+            "in_batch must be True with positives=, with ids_are='positives' and without negatives, got False: it is "
+            "for queries whose own key is the positive; leave one out",
+        ),
+        (
+            (apart or not in_batch) and has["smoothing"],
+            "label_smoothing must be 0 with share_negatives=False, negative_counts= or in_batch=False, got "
+            f"{has.get('smoothing')}: its share of the target is for all columns; leave one out",
+        ),
+        (
+            (apart or not in_batch) and has["guide"],
+            "guide must be None with share_negatives=False, negative_counts= or in_batch=False, got one: it is about "
+            "columns that all queries share; leave one out",
+        ),
+        (
+            share and counts is not None and has["ids"],
+            "negative_counts must be None with row_ids= where negatives are shared, got both; leave the padding out",
+        ),
+        (
+            apart and len(shapes) != 1,
+            "negatives must hold one array of shape (queries, k, width) with share_negatives=False or "
+            f"negative_counts=, got {len(shapes)}; reshape or join them",
+        ),
+    ):
+        if wrong:
+            raise ValueError(message)
+    found = {name: x.reshape((-1, x.shape[2])) if name in shapes else x for name, x in named.items()}
+    if not apart:
+        return found, None
+    (deep,) = shapes.items()
+    own = {} if share else {deep[0]: found.pop(deep[0])}
+    return found | own, deep
+
+
+def counts_of(check: Any, arrays: ArrayLibrary, rows: Array, deep: Deep | None, given: Array | None) -> Array:
+    """(m,) int64, how many of its k negatives each row has; 0 where there are none.
+
+    Raises:
+        TypeError, ValueError: other rows than these have them, or counts are not such, where they can be read.
+    """
+    name, (m, most, _) = deep or ("", (rows.shape[0], 0, 0))
+    if m != rows.shape[0]:
+        raise ValueError(
+            f"{name} must have k negatives for each of {rows.shape[0]} queries, got {m} times {most}; pad them, and "
+            "say by negative_counts= how many count"
+        )
+    if given is None:
+        return arrays.full((m,), most if deep else 0, "int64", rows)
+    counts = check.integers("negative_counts", given, m, "query", arrays, rows)
+    for worst in (counts.min(), counts.max()) if m and validation.values_are_readable(arrays, counts) else ():
+        if not 0 <= int(worst) <= most:
+            raise ValueError(f"negative_counts must lie in 0..{most}, got {int(worst)}; count each query's negatives")
+    return counts
+
+
+def without_padding(arrays: ArrayLibrary, columns: list[Array], place: int, counts: Array) -> list[Array]:
+    """Ids of rows and columns that leave out what lies beyond (m,) counts in one of the blocks, which becomes 0."""
+    x, m = columns[place], counts.shape[0]
+    counted = (arrays.arange(0, x.shape[0] // max(m, 1), x)[None] < counts[:, None]).reshape((-1,))
+    columns[place] = arrays.where(counted[:, None], x, 0.0)
+    each = [arrays.full((y.shape[0],), 1, "int64", x) for y in columns]
+    each[place] = arrays.cast(counted, "int64")
+    return [0 * counts, arrays.concat(each)]

@@ -181,6 +181,9 @@ def info_nce(
     scale: Any = None,
     *,
     negatives: Array | Sequence[Array] | None = None,
+    negative_counts: Array | None = None,
+    share_negatives: bool = True,
+    in_batch: bool = True,
     positives: Array | None = None,
     row_ids: Array | None = None,
     column_ids: Array | None = None,
@@ -203,6 +206,13 @@ def info_nce(
         negatives: further columns, (r, d) or a sequence of such (hard negatives, a queue); never copied together. r may
             be 0: a queue that is still empty.
             With a group every rank brings its own: of a queue that all ranks hold alike, each passes its share.
+            (m, k, d) are k for each query: all queries share them, as (m k, d), or see ``share_negatives``.
+        negative_counts: (m,) integers: how many of its k, the first ones, a query has. What lies beyond them may be
+            anything, and its gradient is 0. Not with ``row_ids`` where all queries share them.
+        share_negatives: False leaves those in (m, k, d), of which there must be one array, to their query alone; they
+            do not travel, take O(m k d), and have no place in ``positives`` and ``column_ids``.
+        in_batch: False compares a query with its own key and the negatives alone, not with the keys of others. Not with
+            ``positives`` or ``ids_are="positives"``.
         positives: (m,) integers, the column of each query's positive among [key, *negatives]; None means row i's is i.
             With a group they count over the columns of all ranks, rank by rank.
         row_ids: (m,) integers, given together with column_ids; columns with the query's id that are not its positive
@@ -212,7 +222,7 @@ def info_nce(
             number, ``positives`` is None, and the mean is over the queries that have a positive.
         sum_positives: see ``clip_loss``.
         weights: (m,), one for each query: see ``clip_loss``.
-        label_smoothing: see ``clip_loss``.
+        label_smoothing: see ``clip_loss``; not where a column counts for some queries alone.
         margin: see ``clip_loss``.
         threshold: see ``clip_loss``; not with ``positives``.
         threshold_is: see ``clip_loss``.
@@ -234,6 +244,9 @@ def info_nce(
         key,
         scale,
         negatives=negatives,
+        negative_counts=negative_counts,
+        share_negatives=share_negatives,
+        in_batch=in_batch,
         positives=positives,
         row_ids=row_ids,
         column_ids=column_ids,

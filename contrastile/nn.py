@@ -283,3 +283,44 @@ class SigLipLoss(_Loss):
                 "chooses here"
             )
         super().__init__(rank, world_size, {"ids_are": ids_are}, **settings)
+
+
+class NTXentLoss(_Loss):
+    """SimCLR's loss of two views, made and called as lightly's ``NTXentLoss`` without a memory bank.
+
+    Args:
+        temperature: what the cosines are divided by.
+        **settings: see ``ClipLoss``; lightly's ``gather_distributed`` is ``group="world"``.
+    """
+
+    name = "nt_xent"
+
+    def __init__(self, temperature: float = 0.5, **settings: Unpack[Settings]) -> None:
+        super().__init__(0, 1, {"temperature": temperature}, **settings)
+
+    def forward(self, features: Tensor, other: Tensor, /) -> Tensor:  # type: ignore[override]
+        """The loss of features, (b, d), which are normalised here, and of the other view's (b, d), or labels (b,).
+
+        Raises:
+            TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
+                ``contrastile.clip_loss``.
+        """
+        given = (torch.nn.functional.normalize(x, dim=1) if x.is_floating_point() else x for x in (features, other))
+        loss: Tensor = self._evaluate(BUILDERS[self.name], *given, 1 / self.options["temperature"])
+        return loss
+
+
+class SupConLoss(NTXentLoss):
+    """SupCon's L_out of features and labels, made and called as pytorch-metric-learning's ``SupConLoss``.
+
+    The mean is over all samples that have a positive, also those whose loss is 0.
+
+    Args:
+        temperature: see ``NTXentLoss``; the loss is not multiplied by it.
+        **settings: see ``ClipLoss``.
+    """
+
+    name = "sup_con"
+
+    def __init__(self, temperature: float = 0.1, **settings: Unpack[Settings]) -> None:
+        super().__init__(temperature, **settings)

@@ -14,7 +14,7 @@ from contrastile import validation
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import state_dtype
 from contrastile.backends.objectives import STATISTICS
-from contrastile.forms import Guide, form_of, threshold_of
+from contrastile.forms import Guide, counts_of, form_of, negatives_of, threshold_of, without_padding
 from contrastile.schedules.handshake import ALONE, Handshake
 from contrastile.schedules.local import Gradients, both_sides
 from contrastile.schedules.problem import Problem
@@ -60,8 +60,8 @@ def clip(
     same = None if ids is None else check.integers("ids", ids, m, "pair", arrays, rows)
     factor = check.scalar("scale", scale, arrays, state, rows)
     of_guide = check.guide(guide, (m, m), arrays, rows)
-    shared = {"loss": "clip_loss", "ids": ids is not None, "guide": _width(of_guide), **agreed}
-    met = world.meet(arrays, rows, (columns,), (scale, factor), **shared)
+    has = {"ids": ids is not None, "guide": _width(of_guide), **agreed}
+    met = world.meet(arrays, rows, (columns,), (scale, factor), loss="clip_loss", **has)
     u, weight, target, positives = _equal(check, arrays, 0.5 / met.rows, met.start, met.start + m, state, rows)
     if weights is not None:
         weight = _shares(world, arrays, check.floats("weights", weights, m, "pair", arrays, rows), state, 0.5)
@@ -96,6 +96,9 @@ def info_nce(
     scale: Any,
     *,
     negatives: Array | Sequence[Array] | None = None,
+    negative_counts: Array | None = None,
+    share_negatives: bool = True,
+    in_batch: bool = True,
     positives: Array | None = None,
     row_ids: Array | None = None,
     column_ids: Array | None = None,
@@ -111,38 +114,40 @@ def info_nce(
 ) -> LossProblem:
     """One direction: u = 1 / m, no column weights; the key and each block of negatives share one log-sum-exp.
 
-    Where ids give the positives, u = 1 / (queries that have one).
+    Where ids give the positives, u = 1 / (queries that have one). Negatives, or keys, that count for one query alone
+    are beside the blocks: see ``Problem.own_counts``.
     """
     check = world.known or validation
     limit = threshold_of(threshold, threshold_is, positives, guide)
     form, agreed = form_of(row_ids, ids_are, sum_positives, label_smoothing, margin, limit, positives, weights)
     of_ids = ids_are == "positives"
-    named = _named(negatives)
+    has: dict[str, Any] = {"ids": row_ids is not None, "positives": of_ids or positives is not None}
+    has |= {"smoothing": label_smoothing, "guide": guide is not None}
+    named, deep = negatives_of(negatives, negative_counts, share_negatives, in_batch, **has)
     arrays, (rows, *columns) = check.features(world.alone, may_be_empty=named, query=query, key=key, **named)
-    m, n = rows.shape[0], sum(x.shape[0] for x in columns)
-    if world.alone:
-        # a queue that nothing has entered yet; one that wants a gradient has one, of no rows
-        columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0] or getattr(x, "requires_grad", False)]
+    m = rows.shape[0]
+    counts: Any = None if deep is None and in_batch else counts_of(check, arrays, rows, deep, negative_counts)
+    own = columns.pop() if not share_negatives else None if in_batch else arrays.detached(rows[:0])
+    n = sum(x.shape[0] for x in columns)
     state = state_dtype(arrays.dtype(rows))
     factor = check.scalar("scale", scale, arrays, state, rows)
     rows_of, of_columns = ids_of_both(check, arrays, rows, "query", (row_ids, m), (column_ids, n))
+    if share_negatives and deep is not None:
+        rows_of, of_columns = without_padding(arrays, columns, 1 + [*named].index(deep[0]), counts)
     if positives is None and not of_ids:
         check.paired("query", query, "key", key, "give positives= to say which key is whose")
     where = None if positives is None else check.integers("positives", positives, m, "query", arrays, rows)
     of_guide = check.guide(guide, (m, n), arrays, rows)
-    met = world.meet(
-        arrays,
-        rows,
-        columns,
-        (scale, factor),
-        loss="info_nce",
-        guide=_width(of_guide),
-        positives=where is not None,
-        row_ids=row_ids is not None,
-        **agreed,
-    )
-    u, weight, target, own = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
-    plain = where is rows_of is None and not agreed and len(columns) == 1
+    if world.alone:
+        # a queue that nothing has entered yet; one that wants a gradient has one, of no rows
+        columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0] or getattr(x, "requires_grad", False)]
+    has = {"positives": where is not None, "row_ids": rows_of is not None, "guide": _width(of_guide)}
+    if own is not None:
+        wants = tuple(bool(getattr(x, "requires_grad", False)) for x in (*columns[: not in_batch], own))
+        has |= {"share_negatives": share_negatives, "in_batch": in_batch, "gradients of own columns": wants}
+    met = world.meet(arrays, rows, columns[not in_batch :], (scale, factor), loss="info_nce", **has, **agreed)
+    u, weight, target, same = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
+    plain = own is where is rows_of is None and not agreed and len(columns) == 1
     if weights is not None or of_ids:
         each = None if weights is None else check.floats("weights", weights, m, "query", arrays, rows)
         if of_ids:
@@ -153,22 +158,27 @@ def info_nce(
         weight = _shares(world, arrays, each, state)
     if where is not None:
         factor = _of_known(world, arrays, where, met.columns, factor)
-    elif not of_ids:
-        where = own
+    elif not of_ids and in_batch:
+        where = same
+    placement = met.placement
+    if own is not None and placement is not None and placement.exchange == "replicate":
+        # to each rank every other rank's own negatives would have to travel
+        placement = replace(placement, exchange="gather")
     problem = Problem(
         rows=rows,
-        columns=tuple(columns),
+        columns=tuple(columns) if own is None else (*columns, own),
         scale=factor,
         row_weight=weight,
         row_target=target,
         positives=where,
         row_ids=rows_of,
-        column_ids=of_columns,
-        placement=met.placement,
+        column_ids=of_columns if in_batch or of_columns is None else of_columns[key.shape[0] :],
+        placement=placement,
         whole=u if plain else None,
         row_limits=None if limit is None else limit.of(arrays, rows, columns[0], factor, of_guide),
         row_guide=of_guide[0],
         column_guide=of_guide[1],
+        own_counts=None if own is None else 0 * counts if share_negatives else counts,
         **form,
     )
     return LossProblem(arrays, problem, lambda g: (*_like(arrays, (query, key), (g.rows, g.columns[0])), g.scale))
@@ -349,7 +359,7 @@ def statistics(
             raise ValueError(f"{name} must be None with columns=None, got one; give row_ids, or columns")
     if guide is not None and row_limits is column_limits is None:
         raise ValueError("guide must be None without limits, got one; give row_limits or column_limits, or both")
-    named = {} if itself else {"columns": columns} | _named(negatives)
+    named = {} if itself else {"columns": columns} | negatives_of(negatives)[0]
     arrays, (rows, *blocks) = check.features(world.alone, may_be_empty=set(named) - {"columns"}, rows=rows, **named)
     m, n, state = rows.shape[0], sum(x.shape[0] for x in blocks), state_dtype(arrays.dtype(rows))
     factor = check.scalar("scale", scale, arrays, state, rows)
@@ -405,12 +415,6 @@ BUILDERS: dict[str, Callable[..., LossProblem]] = {
     "sigmoid_loss": sigmoid,
 }
 """What makes the problem of each loss of the front door, by the loss's name."""
-
-
-def _named(negatives: Array | Sequence[Array] | None) -> dict[str, Array]:
-    """The blocks of negatives by the names that errors give them."""
-    more = () if negatives is None else tuple(negatives) if isinstance(negatives, Sequence) else (negatives,)
-    return {f"negatives[{i}]": x for i, x in enumerate(more)}
 
 
 def _width(guide: Guide) -> int | None:

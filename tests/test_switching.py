@@ -21,17 +21,19 @@ from contrastile.verify.rounding import UNIT
 
 SECTIONS = sections(read("docs/how-to/switching.md"))
 M, D, K, QUEUE, SCALE, BIAS = 13, 7, 3, 29, 9.5, -4.25
+COUNTS = torch.arange(M) % K
 
 
 def functions(section: str) -> dict[str, Any]:
     return defined(SECTIONS[section], torch=torch, F=torch.nn.functional, contrastile=contrastile)
 
 
-def features(*rows: int) -> list[torch.Tensor]:
+def features(*rows: int | tuple[int, int]) -> list[torch.Tensor]:
     """Unit features that want gradients."""
     draw = torch.Generator().manual_seed(31)
-    drawn = (torch.randn(m, D, dtype=torch.float64, generator=draw) for m in rows)
-    return [torch.nn.functional.normalize(x, dim=1).requires_grad_() for x in drawn]
+    shapes = [m if isinstance(m, tuple) else (m,) for m in rows]
+    drawn = (torch.randn(*shape, D, dtype=torch.float64, generator=draw) for shape in shapes)
+    return [torch.nn.functional.normalize(x, dim=-1).requires_grad_() for x in drawn]
 
 
 def number(value: float) -> torch.Tensor:
@@ -42,6 +44,9 @@ ARGUMENTS: dict[str, Callable[[], list[Any]]] = {
     "CLIP": lambda: [*features(M, M), number(SCALE)],
     "sentence-transformers": lambda: [*features(M, M, 2 * M + 1), number(SCALE)],
     "GradCache, Tevatron, FlagEmbedding, DPR": lambda: [*features(M, K * M), number(SCALE)],
+    "Hard negatives of their own query": lambda: [*features(M, (M, K)), COUNTS, number(1 / SCALE)],
+    "ms-swift": lambda: [*features(M, M, (M, K)), COUNTS, number(1 / SCALE)],
+    "Qwen3-Embedding": lambda: [*features(M, M, (M, K)), number(SCALE)],
     "MoCo": lambda: [*features(M, M, QUEUE), number(SCALE)],
     "MoCo v3": lambda: [*features(M, M), *(x.detach() for x in features(M, M, M)[1:]), number(1 / SCALE)],
     "SimCLR": lambda: [*features(M, M), number(1 / SCALE)],
@@ -60,7 +65,7 @@ ARGUMENTS: dict[str, Callable[[], list[Any]]] = {
 def test_ours_is_theirs(section: str) -> None:
     scope, given = functions(section), ARGUMENTS[section]()
     leaves = [x for x in given if x.requires_grad]
-    n, largest = sum(len(x) for x in leaves if x.ndim), SCALE + abs(BIAS)
+    n, largest = sum(x.numel() // D for x in leaves if x.ndim), SCALE + abs(BIAS)
     allowed = n * gamma(UNIT["float64"] * (D + M + n + 16)) * (2 + 4 * largest) * (1 + SCALE)
     theirs, ours = (scope[name](*given) for name in ("theirs", "ours"))
     assert abs(theirs.item() - ours.item()) <= allowed

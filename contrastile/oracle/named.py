@@ -104,6 +104,10 @@ def info_nce(
     column_ids: IntArray | None = None,
     match: Match = "drop",
     weights: npt.ArrayLike | None = None,
+    own: npt.ArrayLike | None = None,
+    counts: IntArray | None = None,
+    share: bool = True,
+    in_batch: bool = True,
     options: Options = PLAIN,
 ) -> Form:
     """mean_i (L_i - sum_j y_ij x_ij): one direction, rows to columns (Inf-CL Eq. 1).
@@ -111,12 +115,24 @@ def info_nce(
     q: (m, d); k: (n, d), more columns than rows are hard negatives or a queue; scale: a number or (m,).
     positives: (m,), each in 0..n-1; by default row i's is column i. Ids and `match` as in `Pairs`.
     weights: (m,) of the mean, which is over the rows that have a positive; by default 1.
+    own: (m, c, d), negatives that follow k and have no ids, the first `counts`, (m,), of each row's c; the others are 0
+    and count for no row. share: whether each counts for all rows, not for its own alone. in_batch: whether the first m
+    of k count for other rows than their own.
     """
     q, k = float64(q), float64(k)
     m = len(q)
     if positives is None:
         positives = np.arange(m)
-    pairs = Pairs(positives, row_ids, column_ids, match)
+    owners = np.where((np.arange(len(k)) < m) & (not in_batch), np.arange(len(k)), -1)
+    if own is not None:
+        own = float64(own)
+        there = np.arange(own.shape[1]) < (np.full(m, own.shape[1]) if counts is None else counts)[:, None]
+        k = np.concatenate([k, np.where(there[:, :, None], own, 0.0).reshape(-1, k.shape[1])])
+        owners = np.concatenate([owners, np.where(there, -1 if share else np.arange(m)[:, None], -2).ravel()])
+        if row_ids is not None and column_ids is not None:
+            nobody = np.full(len(k) - len(column_ids), max(row_ids.max(), column_ids.max()) + 1)
+            column_ids = np.concatenate([column_ids, nobody])
+    pairs = Pairs(positives, row_ids, column_ids, match, owners=owners)
     return Form(q, k, scale, bias, pairs, u=_shares(weights, pairs.positive(m, len(k))), options=options)
 
 

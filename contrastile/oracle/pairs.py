@@ -23,6 +23,7 @@ class Pairs(NamedTuple):
     match: what equal ids mean. "drop": a false negative, not admitted unless it is the positive.
         "target": a positive (SupCon's labels); `positives` is then not read.
     excluded: (m,) int64, the column that a row excludes, even if it is its positive; outside 0..n-1: none.
+    owners: (n,) int64, the one row for which a column counts; -1: all rows, below: none.
     """
 
     positives: IntArray | None = None
@@ -30,19 +31,28 @@ class Pairs(NamedTuple):
     column_ids: IntArray | None = None
     match: Match = "drop"
     excluded: IntArray | None = None
+    owners: IntArray | None = None
 
     def positive(self, m: int, n: int) -> BoolArray:
         """P_ij, (m, n) bool: column j is a positive of row i."""
         by_ids = self.match == "target"
         P = _equal(m, n, self.row_ids, self.column_ids) if by_ids else _pointed_at(m, n, self.positives)
-        return P & ~_pointed_at(m, n, self.excluded)
+        return P & ~self._unseen(m, n)
 
     def admitted(self, m: int, n: int) -> BoolArray:
         """A_ij, (m, n) bool: whether a pair counts in either direction; every positive is admitted."""
-        unseen = _pointed_at(m, n, self.excluded)
+        unseen = self._unseen(m, n)
         if self.match == "drop":
             unseen |= _equal(m, n, self.row_ids, self.column_ids)
         return self.positive(m, n) | ~unseen
+
+    def _unseen(self, m: int, n: int) -> BoolArray:
+        """(m, n) bool: the row excludes the column, or it is another row's own."""
+        excluded = _pointed_at(m, n, self.excluded)
+        if self.owners is None:
+            return excluded
+        elsewhere: BoolArray = (self.owners != -1) & (self.owners != np.arange(m)[:, None])
+        return excluded | elsewhere
 
 
 def target_weights(P: BoolArray) -> FloatArray:

@@ -24,7 +24,7 @@ ROWS = 1024
 """Rows that are widened to float64 at a time."""
 
 
-def _beside(x: Array, like: Array) -> Array:
+def alongside(x: Array, like: Array) -> Array:
     """X in the library and on the device of another array: blocks keep features elsewhere than vectors."""
     target = library_of(like)
     moved: Any = transfer(x, library_of(x), target)
@@ -33,7 +33,7 @@ def _beside(x: Array, like: Array) -> Array:
 
 def _weighted_sum(weight: Array, features: Array) -> Array:
     """``sum_i w_i x_i``, (d,) float64."""
-    source, weight = library_of(features), _beside(weight, features)
+    source, weight = library_of(features), alongside(weight, features)
     total = source.full((features.shape[1],), 0.0, "float64", features)
     for start in range(0, features.shape[0], ROWS):
         w, x = (source.cast(each[start : start + ROWS], "float64") for each in (weight, features))
@@ -74,7 +74,7 @@ class Smoothing:
     def value(self, scale: Array) -> Array:
         """``<sum_i u_i q_i, mean_j k_j> + <mean_i q_i, sum_j v_j k_j>``, beside the scale."""
         of_rows, mean_row, of_columns, mean_column = self.sums
-        return _beside(of_rows @ mean_column + mean_row @ of_columns, scale)
+        return alongside(of_rows @ mean_column + mean_row @ of_columns, scale)
 
     def add(self, found: Array | None, side: int, start: int, factor: Array) -> None:
         """Add ``factor`` times the derivatives to the gradient of rows (side 0), or columns from ``start`` on (1)."""
@@ -85,7 +85,7 @@ class Smoothing:
         for first in range(0, found.shape[0], ROWS):
             here = slice(first, min(first + ROWS, found.shape[0]))
             w, share = (
-                _beside(x[start + here.start : start + here.stop] * factor, found)[:, None] for x in (weight, even)
+                alongside(x[start + here.start : start + here.stop] * factor, found)[:, None] for x in (weight, even)
             )
             part = arrays.cast(found[here], "float64") + w * mean + share * total
             found[here] = arrays.cast(part, arrays.dtype(found))

@@ -215,6 +215,7 @@ class _Sums:
             else home
             for x, home in zip(growing, homes, strict=True)
         )
+        self._start = problem.row_sums
         self._row_buffer = blocks.buffer(blocks.rows, width, state) if wanted.rows or wanted.scale else None
         count = min(2, len(blocks.columns)) if any(x is not None for x in growing) else 0
         self._column_buffers = [blocks.buffer(blocks.columns, width, state) for _ in range(count)]
@@ -232,6 +233,9 @@ class _Sums:
         staging, blocks = self._staging, self._blocks
         if self._row_buffer is not None and staged.first:
             self._into = blocks.inside(staging.zeros(blocks.rows[staged.row].length, self._row_buffer))
+            if self._start is not None:
+                start = blocks.inside(self._start[staged.rows].to(staging.device))
+                blocks.arrays.add(self._into, start, self._into)
         column = blocks.columns[staged.column]
         if self._partial[column.matrix] is None:
             return self._into, None
@@ -292,6 +296,7 @@ def forward(
         if found.columns is not None:
             _merge(arrays, columns, staged.column, found.columns)
     mine, *over = (_joined(arrays, side) for side in ((rows, columns) if two_sided else (rows,)))
+    mine = local.merged(arrays, [*problem.beside, mine])
     loss = local.loss(problem, arrays, arrays.dtype(problem.scale), mine, *over)
     return local.Forward(loss, mine[:2], over[0][:2] if over else None)
 
@@ -358,7 +363,9 @@ def _fetched(blocks: _Blocks, problem: Problem) -> Problem:
         buffer = blocks.staging.buffer(x.shape[0], x.shape[1], blocks.source.dtype(x))
         blocks.staging.load(x, buffer)
         found.append(blocks.inside(blocks.staging.arrived(buffer)))
-    return replace(problem, rows=found[0], columns=tuple(found[1:]), blocking=None)
+    start = problem.row_sums
+    start = None if start is None else blocks.inside(start.to(blocks.staging.device))
+    return replace(problem, rows=found[0], columns=tuple(found[1:]), row_sums=start, blocking=None)
 
 
 def _kept(blocks: _Blocks, problem: Problem, found: local.Gradients) -> local.Gradients:

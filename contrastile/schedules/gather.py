@@ -60,16 +60,18 @@ def forward(
     two_sided = problem.column_weight is not None
     block = _block(problem, arrays)
     backend.check(block, options)
-    lse = local.lse_function(block.rows, block.columns.shape[0], wanted, backend, options, single=True)
+    single = not problem.beside
+    lse = local.lse_function(block.rows, block.columns.shape[0], wanted, backend, options, single=single)
     found = lse(block, two_sided, options)
+    rows = local.merged(arrays, [*problem.beside, found.rows])
     kept = local.kept_by([found.kept])
     # what the backward pass need not gather again
     columns = block.columns if placement.size > 1 else None
     if found.columns is None:
-        loss = local.loss(problem, arrays, "float64", found.rows)
-        return replace(finalize_loss(problem, loss, found.rows, arrays), gathered=columns, kept=kept)
-    value, own, known = _over_columns(problem, arrays, found.rows, found.columns)
-    return local.Forward(value, found.rows[:2], own, columns, known, kept=kept)
+        loss = local.loss(problem, arrays, "float64", rows)
+        return replace(finalize_loss(problem, loss, rows, arrays), gathered=columns, kept=kept)
+    value, own, known = _over_columns(problem, arrays, rows, found.columns)
+    return local.Forward(value, rows[:2], own, columns, known, kept=kept)
 
 
 def _over_columns(
@@ -125,7 +127,7 @@ def backward(
             (column_weight,) = gathered(placement, arrays, (problem.column_weight, placement.shards.widths))
         problem = replace(problem, column_weight=column_weight, column_target=column_target)
     block = _block(problem, arrays, saved.gathered)
-    at_once = backend.finished is not None and wanted.rows
+    at_once = backend.finished is not None and wanted.rows and problem.row_sums is None
     # the weights carry the factor unless the backend multiplies by it
     weighted = problem if at_once else scaled_weights(problem, upstream)
     weights = Weights(*local.side_weights(weighted, saved, arrays), local.kept_of(saved, 0))
@@ -137,7 +139,7 @@ def backward(
         found = backend.finished(block, weights, factor, form, options)
         row_gradient, column_sum, inner = found.rows, found.columns, found.inner
     else:
-        row_sum = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
+        row_sum = local.row_accumulator(backend, problem, wanted)
         column_sum = local.accumulator(backend, block.columns, any(wanted.columns))
         backend.gradients(block, weights, row_sum, column_sum, options)
         inner = arrays.inner(problem.rows, row_sum) if wanted.scale else None

@@ -260,13 +260,13 @@ def _shards(records: bytes, ranks: int, blocks: int) -> Shards:
     """Who holds how much, from everybody's record.
 
     Raises:
-        MismatchError: nobody holds any row or column.
+        MismatchError: nobody holds any row, or any column of the blocks.
     """
     numbers = memoryview(records).cast("q").tolist()
     each = len(numbers) // ranks
     counts = [numbers[at + 2 : at + 3 + blocks] for at in range(0, len(numbers), each)]
     shards = Shards(tuple(c[0] for c in counts), tuple(tuple(c[1:]) for c in counts))
-    for what, number in (("row", sum(shards.rows)), ("column", sum(shards.widths))):
+    for what, number in (("row", sum(shards.rows)), ("column", sum(shards.widths) if blocks else 1)):
         if number == 0:
             raise MismatchError(f"the ranks must hold at least one {what} together, got none; skip empty batches")
     return shards

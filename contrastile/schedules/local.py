@@ -174,13 +174,13 @@ def forward(problem: Problem, backend: Backend, options: Options, *, wanted: Wan
         UnsupportedProblemError: the backend refuses one of the blocks.
     """
     arrays, two_sided = backend.arrays, problem.column_weight is not None
-    count, single = sum(x.shape[0] for x in problem.columns), len(problem.columns) == 1
+    count, single = sum(x.shape[0] for x in problem.columns), len(problem.columns) == 1 and not problem.beside
     lse = lse_function(problem.rows, count, wanted, backend, options, single=single)
     parts = []
     for _, block in problem.blocks():
         backend.check(block, options)
         parts.append(lse(block, two_sided, options))
-    rows = merged(arrays, [part.rows for part in parts])
+    rows = merged(arrays, [*problem.beside, *(part.rows for part in parts)])
     columns = joined(arrays, [part.columns for part in parts if part.columns is not None]) if two_sided else None
     value = loss(problem, arrays, arrays.dtype(problem.scale), rows, columns)
     kept = kept_by([part.kept for part in parts])
@@ -217,14 +217,14 @@ def backward(
 ) -> Gradients:
     """Gradients of ``upstream * loss`` for the softmax loss; ``upstream`` is 0-d, state dtype."""
     arrays = backend.arrays
-    if backend.finished is not None and wanted.rows and len(problem.columns) == 1:
+    if backend.finished is not None and wanted.rows and len(problem.columns) == 1 and problem.row_sums is None:
         ((where, block),) = problem.blocks()
         form: ColumnForm | None = "gradient" if any(wanted.columns) else None
         found = backend.finished(block, _weights(problem, saved, where, 0, arrays), upstream, form, options)
         scale = arrays.cast(found.inner, arrays.dtype(problem.scale)) if wanted.scale else None
         return Gradients(found.rows, (found.columns,), scale, None)
     weighted = problem.weighted(upstream)
-    row_sum = accumulator(backend, problem.rows, wanted.rows or wanted.scale)
+    row_sum = row_accumulator(backend, problem, wanted)
     column_sums = []
     for number, ((where, block), want) in enumerate(zip(weighted.blocks(), wanted.columns, strict=True)):
         column_sums.append(accumulator(backend, block.columns, want))
@@ -265,6 +265,13 @@ def accumulator(backend: Backend, features: Array, want: bool) -> Array | None:
     """Zeros of the features' shape in the state dtype; None where not wanted."""
     state = backend.state(backend.arrays.dtype(features))
     return backend.arrays.full(tuple(features.shape), 0.0, state, features) if want else None
+
+
+def row_accumulator(backend: Backend, problem: Problem, wanted: Wanted) -> Array | None:
+    """What the rows' sums begin with, which are added to in place; None where not wanted."""
+    if problem.row_sums is not None:
+        return problem.row_sums
+    return accumulator(backend, problem.rows, wanted.rows or wanted.scale)
 
 
 def weighted_total(arrays: ArrayLibrary, weight: Array, x: Array) -> Array:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary, transfer
-from contrastile.backends.contract import Array, Block, Match, Pairs
+from contrastile.backends.contract import Array, Block, Match, Pairs, SideStatistics
 from contrastile.backends.objectives import Terms, terms
 from contrastile.schedules.placement import Placement
 
@@ -19,7 +19,7 @@ BLOCK = 65536
 """Rows and columns of a block that a device holds at a time, where nobody says how many: they fill a large GPU for
 several times as long as they travel."""
 
-VECTORS = 12
+VECTORS = 13
 """How many ``Problem.vectors`` there are."""
 
 
@@ -70,6 +70,11 @@ class Problem:
             rows against themselves; of labels 1, for they give the weights. None of any other: see ``contract.Whole``.
         margin: what is taken off the positives' cosines, times the scale; None for nothing.
         smoothing: the share of each row of y that is spread over all columns, which are then all admitted.
+        own_counts: (m,) int64, or None. Given, the last block is (m k, d), of which row i's are i k to i k + k - 1, and
+            count for it alone, as negatives: the first ``own_counts[i]`` of them. See ``own_positives``. They are in no
+            vector of the columns and in no placement.
+        beside: the statistics of the rows over other columns, which join those of the blocks.
+        row_sums: (m, d) state dtype, where the features are: what the rows' sums of gradients begin with; None for 0.
     """
 
     rows: Array
@@ -95,6 +100,9 @@ class Problem:
     column_limits: Array | None = None
     row_guide: Array | None = None
     column_guide: Array | None = None
+    own_counts: Array | None = None
+    beside: tuple[SideStatistics, ...] = ()
+    row_sums: Array | None = None
 
     @property
     def others(self) -> Array | None:
@@ -107,6 +115,11 @@ class Problem:
             return terms(self.kind)
         margin = None if self.margin is None else arrays.cast(self.scale, "float64") * self.margin
         return Terms(self.kind, margin, self.smoothing)
+
+    @property
+    def own_positives(self) -> bool:
+        """Whether the first block is the rows' own, too: row i of it is row i's positive, and no other row's column."""
+        return self.own_counts is not None and self.positives is None and self.match == "drop"
 
     @property
     def traceable(self) -> bool:
@@ -129,6 +142,7 @@ class Problem:
             self.column_limits,
             self.row_guide,
             self.column_guide,
+            self.own_counts,
         )
 
     @property
@@ -143,7 +157,7 @@ class Problem:
     def with_arrays(self, arrays: Sequence[Any]) -> Problem:
         """The problem with other arrays, in the order of ``arrays``."""
         rows, scale, bias, u, t, v, other, positives, excluded, row_ids, column_ids, *rest = arrays
-        row_limits, column_limits, row_guide, column_guide, *columns = rest
+        row_limits, column_limits, row_guide, column_guide, own_counts, *columns = rest
         return Problem(
             rows,
             tuple(columns),
@@ -168,6 +182,7 @@ class Problem:
             column_limits,
             row_guide,
             column_guide,
+            own_counts,
         )
 
     def for_gradients(self) -> Problem:

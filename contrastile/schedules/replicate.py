@@ -42,7 +42,8 @@ def replicated(problem: Problem, arrays: ArrayLibrary) -> Problem:
     # pairs are numbered over the joined columns already
     joined = (arrays.concat(list(problem.columns)),) if problem.columns else ()
     own = problem.rows, None, None, *problem.vectors, *joined
-    counts = rows, (), (), rows, rows, columns, columns, rows, rows, *[rows, columns] * 3, *[columns] * len(joined)
+    counts = rows, (), (), *[rows] * 2, *[columns] * 2, *[rows] * 2, *[rows, columns] * 3, rows
+    counts = *counts, *[columns] * len(joined)
     # weights and targets are the builders', so every rank has one of both directions, or two, and one travels once.
     # A caller's arrays may be one on some ranks and two on others: each of those travels
     homes = list(range(len(own)))

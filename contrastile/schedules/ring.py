@@ -144,7 +144,7 @@ def forward(
     """
     placement, arrays = placed(problem), backend.arrays
     two_sided = problem.column_weight is not None
-    rows: list[SideStatistics] = []
+    rows = list(problem.beside)
     accumulator = RingAccumulator(placement, arrays, arrays.merge, arrays.merge, _added)
 
     def widths(rank: int) -> list[int]:
@@ -179,7 +179,7 @@ def backward(
     mine, over = local.side_weights(weighted, saved, arrays)
     # bars are formed again where they arrive
     ring = _Ring(weighted, arrays, (*over[:2], weighted.column_weight, weighted.column_target) if over else ())
-    row_sum = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
+    row_sum = local.row_accumulator(backend, problem, wanted)
 
     def compute(rows: slice, shard: _Shard, into: Sequence[Array | None]) -> None:
         part = weighted.of_rows(rows)

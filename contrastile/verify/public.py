@@ -47,6 +47,7 @@ _CASES = (
     "opposite@one",
     *OPTIONS,
 )
+_OWN = ("own", "own@alone", "own@queue", "own@threshold", "own@shared")
 _ROWS, _WIDTH, _FEW, _MANY = 24, 20, 250, 1000
 
 
@@ -140,7 +141,8 @@ class Share(Parts):
         keywords: dict[str, Any] = {}
         for name, x in given.keywords.items():
             if name == "column_ids":
-                keywords[name] = x[self.own(rank)]
+                mine = self.own(rank)
+                keywords[name] = x[mine[mine < len(x)]]
             else:
                 keywords[name] = (redirected(x, order) if name == "positives" else x)[own]
         features = [x[own] for x in given.features[:1]]
@@ -163,14 +165,7 @@ def _shared(objective: str, rows: Sequence[int], subject: Subject) -> Iterator[S
         "sigmoid_loss": (CALLS, "ids@far", "bias", "several"),
         "info_nce": (
             CALLS,
-            "negatives",
-            "positives",
-            "ids",
-            "queue",
-            "own-ids",
-            "smoothing",
-            "threshold",
-            "guide@queue",
+            *("negatives", "positives", "ids", "queue", "own-ids", "smoothing", "threshold", "guide@queue", *_OWN),
         ),
         "nt_xent": (CALLS, "margin"),
         "sup_con": ("labels", "inside@labels"),
@@ -243,8 +238,9 @@ def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: st
         call = prepare(loss, own, subject.dtype, subject.device, train=[True, True, False, True] if frozen else None)
         if communicator.rank == 0:
             # equal arrays are one object here, and two on the others
-            one: dict[bytes, Any] = {}
-            equal = [np.array(loss.arrays.to_numpy(x)).tobytes() for x in call.keywords.values()]
+            one: dict[Any, Any] = {}
+            found = [np.array(loss.arrays.to_numpy(x)) for x in call.keywords.values()]
+            equal = [(x.dtype, x.tobytes()) for x in found]
             call.keywords = {k: one.setdefault(y, x) for (k, x), y in zip(call.keywords.items(), equal, strict=True)}
         value = call()
         if upstream is None:

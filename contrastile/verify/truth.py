@@ -147,10 +147,22 @@ class Truth:
         return float64(np.abs(self.G).T @ np.abs(self.q))
 
 
+@dataclass(frozen=True, slots=True)
+class Owned(Problem):
+    """A problem of which some columns count for one row alone.
+
+    Attributes:
+        owners: (n,) as in the oracle's ``Pairs``.
+    """
+
+    owners: Any = None
+
+
 def masks(problem: Problem) -> tuple[BoolArray, BoolArray]:
     """The admitted and the positive pairs as (m, n) bool, by the rules of ``backends.contract.Pairs``."""
     m, n = len(problem.rows), sum(len(block) for block in problem.columns)
-    pairs = Pairs(problem.positives, problem.row_ids, problem.column_ids, problem.match, problem.excluded)
+    owners = problem.owners if isinstance(problem, Owned) else None
+    pairs = Pairs(problem.positives, problem.row_ids, problem.column_ids, problem.match, problem.excluded, owners)
     return pairs.admitted(m, n), pairs.positive(m, n)
 
 

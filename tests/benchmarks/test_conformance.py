@@ -11,10 +11,14 @@ import conformance
 import pytest
 import torch
 from conformance import COLUMNS, MEMORY, cell
-from peers import adapters
+from pages import defined, read, sections
+from peers import adapters, stubs
 from peers.adapters import PEERS
+from sentence_tables import Table, columns
 
+import contrastile
 from contrastile.bench import plain
+from contrastile.verify.arithmetic import gamma
 from contrastile.verify.losses import Claims, check
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,3 +83,38 @@ def test_a_cell_has_the_worst_of_its_checks() -> None:
     assert all(cell["ratio"] > 100 and cell["checks"] >= cell["failed"] >= 1 for cell in failed.values())
     assert wrong["equal ids"] == {"status": "-", "reason": "equal ids"}
     assert not any(cell["status"] == "fail" for cell in right.values())
+
+
+SWITCHING = sections(read("docs/how-to/switching.md"))
+CALLS = re.findall(r"^\| `(.+?)`(?:, .*?)? \| (.+) \|$", SWITCHING["Call by call"], re.MULTILINE)
+B, WIDTH, K = 9, 8, 2
+
+
+# of the packages' own code
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(("theirs", "here"), CALLS)
+def test_a_call_of_ours_is_the_package_s(theirs: str, here: str) -> None:
+    """The table of docs/how-to/switching.md: value and gradients in float64."""
+    name = re.findall(r"([a-z_][\w.]*)\.[A-Z]", theirs)[0]
+    package = name.partition(".")[0]
+    stubs.install()
+    for needed in (name, "sentence_transformers"):
+        pytest.importorskip(needed, exc_type=ImportError)
+    model = adapters.module("sentence_transformers").SentenceTransformer(modules=[Table((2 + K) * B)], device="cpu")
+    embeddings = model[0].embeddings
+    q, p, *h = torch.nn.functional.normalize(embeddings, dim=1).split(B)
+    words, tq, tp = (torch.randn(*shape, dtype=torch.float64) for shape in ((B, 4, 6), (B, 5), (B, 5)))
+    scope = vars(contrastile) | defined(read("docs/how-to/own-loss.md"), contrastile=contrastile)
+    scope |= defined(SWITCHING["NTXentLoss with labels"], torch=torch, contrastile=contrastile)
+    scope |= {"nn": contrastile.nn, "unit": torch.nn.functional.normalize, package: adapters.module(package)}
+    scope |= {"q": q, "p": p, "h": torch.stack(h, 1), "x": torch.cat([q, p]), "s": 4.5, "t": 1 / 4.5}
+    scope |= {"labels": torch.arange(2 * B) % (B - 2), "b": torch.arange(B), "model": model, "inputs": columns(2, B)}
+    scope |= {"words": words, "tokens": torch.arange(4).expand(B, 4), "tq": tq, "tp": tp}
+    calls = [theirs, *re.findall("`(.+?)`", here)]
+    losses = [eval(call, dict(scope)) for call in calls]
+    gradients = [torch.autograd.grad(loss, embeddings, retain_graph=True)[0] for loss in losses]
+    # logits of at most 4.5 and the caption's, sums of fewer than 4 B of them, and norms of 1.5
+    error = gamma(2.0**-53 * (4 * WIDTH + 8 * B + 64)) * (1 + 4 * 4.5) * B
+    for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
+        assert abs(loss - losses[0]).item() <= error
+        assert (gradient - gradients[0]).abs().max().item() <= error * 4.5

@@ -15,7 +15,7 @@ from contrastile.oracle.pairs import Pairs
 B, EXTRA, D, S = 7, 4, 5, 9.0
 rng = np.random.default_rng(11)
 I, T, MORE = (on_grid(rng.standard_normal((rows, D))) for rows in (B, B, EXTRA))
-IDS = np.array([3, 1, 3, 2, 2, 9, 3])
+IDS, HERE = np.array([3, 1, 3, 2, 2, 9, 3]), torch.arange(B)
 
 
 def leaves(*arrays: object) -> list[torch.Tensor]:
@@ -63,6 +63,26 @@ def test_info_nce_takes_hard_negatives_and_a_scale_per_row(positives: np.ndarray
     found = info_nce(I, k, per_row, 0.25, positives=positives)
     p = Problem(I, k, per_row, 0.25, Pairs(at), np.full(B, 1 / B), np.zeros(B + EXTRA))
     check(list(found), value, [a, t, s, beta], general(p).all)
+
+
+@pytest.mark.parametrize("in_batch", [True, False])
+@pytest.mark.parametrize("share", [True, False])
+def test_info_nce_takes_negatives_of_one_row_each(share: bool, in_batch: bool) -> None:
+    own, counts = on_grid(rng.standard_normal((B, 2, D))), np.arange(B) % 3
+    own[counts < 1, 0] = np.nan
+    there = np.arange(2) < counts[:, None]
+    k = np.concatenate([T, MORE, np.where(there[:, :, None], own, 0.0).reshape(-1, D)])
+    a, t, s = leaves(I, k, S)
+    seen = np.concatenate([np.eye(B, dtype=bool) | in_batch, np.ones((B, EXTRA), dtype=bool)], 1)
+    of_own = there.ravel() & (share | np.repeat(np.eye(B, dtype=bool), 2, axis=1))
+    value = cross_entropy((s * a @ t.T).masked_fill(torch.tensor(~np.concatenate([seen, of_own], 1)), -torch.inf), HERE)
+    owners = np.concatenate([np.full(B, -1) if in_batch else np.arange(B), np.full(EXTRA, -1)])
+    owners = np.concatenate([owners, np.where(there.ravel(), -1 if share else np.repeat(np.arange(B), 2), -2)])
+    given = {"row_ids": np.arange(B), "column_ids": np.arange(B, 2 * B + EXTRA)}
+    given |= {"own": own, "counts": counts, "share": share, "in_batch": in_batch}
+    pairs = Pairs(np.arange(B), owners=owners)
+    found = info_nce(I, np.concatenate([T, MORE]), S, **given)
+    check(list(found)[:4], value, [a, t, s], softmax(I, k, pairs, 1 / B, 0.0)[:4])
 
 
 def test_nt_xent_is_the_cross_entropy_of_two_views_without_the_diagonal() -> None:

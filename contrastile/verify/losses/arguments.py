@@ -12,10 +12,10 @@ from contrastile.oracle import named
 from contrastile.oracle.arrays import FloatArray, IntArray, float64
 from contrastile.oracle.pairs import target_weights
 from contrastile.schedules.problem import Problem
-from contrastile.verify.draws import Draw, signs
+from contrastile.verify.draws import Draw, certain_pairs, pairs, signs, unit
 from contrastile.verify.rearrange import folded, split
 from contrastile.verify.rounding import round_to
-from contrastile.verify.truth import Outcome
+from contrastile.verify.truth import Outcome, Owned
 
 FORMS: dict[str, Any] = {
     "clip_loss": named.clip,
@@ -51,8 +51,8 @@ class Arguments:
         scale: a number that multiplies the dot products.
         labels: (b,) of SupCon, None elsewhere.
         bias: of the sigmoid loss; None elsewhere, and for its default.
-        keywords: of integers: ids, positives, row_ids, column_ids.
-        negatives: of info_nce.
+        keywords: of integers: ids, positives, row_ids, column_ids, negative_counts.
+        negatives: of info_nce, (r, d); or (b, k, d), which come last.
         joined: whether the negatives are given as one tensor, and not as a sequence.
         weights: (b,) of the mean; None for none.
         options: texts and numbers that say which loss it is, as contrastile's own functions name them.
@@ -80,19 +80,51 @@ def guided(draw: Draw, given: Arguments) -> Arguments:
     return replace(given, guide=signs(draw, len(given.features[0]), count, 13))
 
 
+def hard(draw: Draw, given: Arguments, count: int) -> FloatArray:
+    """Negatives as near to a query as its key: without any one of them the loss is another."""
+    rows = np.resize(given.features[0], (count, given.features[0].shape[1]))
+    return unit(rows + unit(draw.standard_normal(rows.shape)))
+
+
+def with_own(draw: Draw, given: Arguments, k: int = 3) -> Arguments:
+    """Arguments with up to k negatives of each query, none of some; what lies beyond them is NaN."""
+    b, d = given.features[0].shape
+    counts = np.resize([0, k, *draw.integers(0, k + 1, 9)], b).astype(np.int64)
+    own = unit(given.features[0][:, None] + unit(draw.standard_normal((b, k, d))))
+    own[np.arange(k) >= counts[:, None]] = np.nan
+    keywords = {**given.keywords, "negative_counts": counts}
+    return replace(given, negatives=(*given.negatives, own), keywords=keywords)
+
+
+_APART, _ALONE = {"share_negatives": False}, {"in_batch": False}
+_INSIDE = {"ids_are": "positives", "sum_positives": "inside"}
+OWN_NEGATIVES: tuple[tuple[str, str, float, Any, bool, dict[str, Any]], ...] = (
+    ("", "negatives of one query each, and NaN beyond their counts", 37.3, pairs, False, _APART),
+    ("@certain", "of certain pairs", 100.0, certain_pairs, False, _APART),
+    ("@alone", "nothing but them", 20.0, pairs, False, {**_APART, **_ALONE, "margin": 0.35}),
+    ("@queue", "beside a queue, with ids", 20.0, pairs, True, _APART | _ALONE),
+    ("@ids", "of several positives", 20.0, pairs, True, _APART | _INSIDE),
+    ("@threshold", "less those far above the positive", 20.0, pairs, False, {**_APART, "threshold": -0.1}),
+    ("@shared", "their padding, where all queries share them and logits of 0 count", 2.0, pairs, False, _ALONE),
+)
+"""Cases of ``with_own``: name, about, scale, features, whether a queue comes before, and options."""
+
+
 def stated(objective: str, given: Arguments, weights: str = "float64") -> Problem:
     """The problem that an objective states of these arguments, with weights rounded to a dtype."""
-    features, keywords = given.features, dict(given.keywords)
-    blocks = [len(x) for x in (*features[1:2], *given.negatives)]
+    features, keywords, asked = given.features, dict(given.keywords), given.options
+    blocks = [len(x) if x.ndim == 2 else x.shape[0] * x.shape[1] for x in (*features[1:2], *given.negatives)]
+    more: dict[str, Any] = {} if given.weights is None else {"weights": given.weights}
     if objective == "info_nce":
-        features = features[0], np.concatenate([features[1], *given.negatives])
+        features = features[0], np.concatenate([features[1], *(x for x in given.negatives if x.ndim == 2)])
+        more["own"] = next((x for x in given.negatives if x.ndim == 3), None)
+        more |= {"counts": keywords.pop("negative_counts", None), "in_batch": asked.get("in_batch", True)}
+        more["share"] = asked.get("share_negatives", True)
     if "ids" in keywords:
         same = keywords.pop("ids")
         keywords |= {"row_ids": same, "column_ids": same}
     labels = [] if given.labels is None else [given.labels]
     bias = [given.bias or 0.0] if objective == "sigmoid_loss" else []
-    more: dict[str, Any] = {} if given.weights is None else {"weights": given.weights}
-    asked = given.options
     if asked.get("ids_are") == "positives":
         more["match"] = "target"
     if objective != "sigmoid_loss":
@@ -110,7 +142,7 @@ def stated(objective: str, given: Arguments, weights: str = "float64") -> Proble
     v = form.v
     limits = [x.ravel() if given.guide or "threshold" in asked else None for x in named.limits(form)]
     row_guide, column_guide = given.guide or (None, None)
-    return Problem(
+    return Owned(
         rows=form.q,
         columns=split(form.k, blocks) if form.first is None else (form.k.copy(),),
         scale=float64(form.scale),

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from contrastile.backends.contract import Accuracy, state_dtype
-from contrastile.oracle.arrays import FloatArray, float64
+from contrastile.oracle.arrays import float64
 from contrastile.schedules.problem import Problem
 from contrastile.verify.draws import FAR, TRAINED, Draw, Pairs, certain_pairs, pairs, unit, units, wordnet_pairs
-from contrastile.verify.losses.arguments import Arguments, ByContent, guided, stated
+from contrastile.verify.losses.arguments import OWN_NEGATIVES, Arguments, ByContent, guided, hard, stated, with_own
 from contrastile.verify.losses.claims import KEYWORDS, Claims
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Truth, truth
@@ -123,20 +123,14 @@ def _far(draw: Draw, given: Arguments) -> Arguments:
     return _with(given, ids=FAR[draw.integers(0, len(FAR), len(given.features[0]))])
 
 
-def _hard(draw: Draw, given: Arguments, count: int) -> FloatArray:
-    """Negatives as near to a query as its key: without any one of them the loss is another."""
-    rows = np.resize(given.features[0], (count, given.features[0].shape[1]))
-    return unit(rows + unit(draw.standard_normal(rows.shape)))
-
-
 def _one_tensor(draw: Draw, given: Arguments) -> Arguments:
-    return replace(given, negatives=(_hard(draw, given, len(given.features[0]) + 3),), joined=True)
+    return replace(given, negatives=(hard(draw, given, len(given.features[0]) + 3),), joined=True)
 
 
 def _blocks(draw: Draw, given: Arguments) -> Arguments:
     """Positives in each of three blocks, the last row of the last among them; the ends are those of a diagonal."""
     b = len(given.features[0])
-    more = tuple(_hard(draw, given, n) for n in (b - 1, b + 2))
+    more = tuple(hard(draw, given, n) for n in (b - 1, b + 2))
     positives = draw.permutation(3 * b + 1)[:b]
     positives[[0, b // 2, -1]] = 0, 3 * b, b - 1
     return replace(_with(given, positives=positives), negatives=more)
@@ -157,7 +151,7 @@ def moved(draw: Draw, given: Arguments) -> Arguments:
 def _queue(draw: Draw, given: Arguments) -> Arguments:
     """Equal ids of queries and of keys in a queue."""
     b = len(given.features[0])
-    given = replace(given, negatives=(_hard(draw, given, b + 5),))
+    given = replace(given, negatives=(hard(draw, given, b + 5),))
     ids = draw.integers(0, b, 3 * b + 5)
     return _with(given, row_ids=ids[:b], column_ids=ids[b:])
 
@@ -275,6 +269,10 @@ _OPTIONS = (
     _option("threshold@relative", "by a share of the positive", 20.0, _ROWWISE, _thresholded(relative=True)),
     _option("guide", "a guide without a threshold, and ties", 20.0, _ROWWISE, _optional(guided, weighted=False)),
     _option("guide@queue", "a guide of a queue, too", 20.0, _ONE, _optional(_queue, guided, threshold=1.0)),
+    *(
+        replace(_option("own" + name, about, scale, _ONE, _optional(*[_queue] * queue, with_own, **options)), draw=draw)
+        for name, about, scale, draw, queue, options in OWN_NEGATIVES
+    ),
 )
 OPTIONS = tuple(each.name for each in _OPTIONS)
 """The cases of options that contrastile's own functions have."""

@@ -81,7 +81,7 @@ def keys(loss: Target, settings: dict[str, Any]) -> Target:
     def target(query: Array, key: Array, scale: Any, **more: Any) -> Any:
         import torch
 
-        if more.get("ids_are") != "positives" or "label_smoothing" in more:
+        if more.get("ids_are") != "positives" or {"label_smoothing", "share_negatives"} & set(more):
             return loss(query, key, scale, **more, **settings)
         labels, of_keys, *_ = map(more.pop, ("row_ids", "column_ids", "ids_are"))
         every = torch.cat([key, *more.pop("negatives", ())])

@@ -182,7 +182,9 @@ class Call:
                 f"a loss that returns its gradients must return (loss, gradients...), got {type(returned).__name__}"
             )
         gradients += [None] * (leaves + 2 - len(gradients))
-        rows, *columns = map(self._take, gradients[:leaves])
+        taken = [self._take(x) for x in gradients[:leaves]]
+        # of columns of one row each, too
+        rows, *columns = (None if x is None else x.reshape((-1, x.shape[-1])) for x in taken)
         scale, bias = (None if x is None else self._take(x).reshape(()) for x in gradients[leaves : leaves + 2])
         return Result(self._take(value), rows, tuple(columns), scale, bias, by_autograd=by_autograd)  # type: ignore[arg-type]
 

@@ -1,0 +1,145 @@
+"""Columns of one row each, beside the blocks that all rows share: O(m k) logits, and none of it travels.
+
+They are a row's own hard negatives; and, where the keys of other rows do not count, its positive. Their statistics join
+those of the blocks, whose gradients are then right as they stand: bars are derivatives by the whole N.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+
+from contrastile.backends.arrays import library_of
+from contrastile.backends.bars import bars_of
+from contrastile.backends.contract import Array, Backend, Options, SideStatistics, state_dtype
+from contrastile.backends.pairs import head, pair
+from contrastile.schedules import blocked, gather, local, ring
+from contrastile.schedules.beside import alongside
+from contrastile.schedules.problem import Problem
+from contrastile.schedules.sums import finalize_loss, gradients_over_ranks, scaled_weights
+
+ELEMENTS = 2**22
+"""Features of own columns that are widened to the state dtype at a time."""
+
+
+def _shared(problem: Problem) -> tuple[ModuleType, Problem, slice]:
+    """The schedule and the problem of the blocks that all rows share, and which of the blocks these are."""
+    which = slice(int(problem.own_positives), -1)
+    module = local if problem.blocking is None else blocked
+    if problem.placement is not None:
+        module = ring if problem.placement.exchange == "ring" else gather
+    return module, replace(problem, columns=problem.columns[which], own_counts=None), which
+
+
+def _chunks(problem: Problem) -> Iterator[tuple[slice, Array, Array, Array, Array]]:
+    """Some rows at a time, where the features are, and their own columns: first, where there is one, the positive.
+
+    Gives the rows' place, their features (h, d) and the columns' (h, c, d) in the state dtype, 0 where there is no
+    column; and the logits, (h, c) float64, and which of them are those of negatives that count.
+    """
+    own, m, first = problem.columns[-1], problem.rows.shape[0], int(problem.own_positives)
+    source = library_of(own)
+    state, each, width = state_dtype(source.dtype(own)), own.shape[0] // max(m, 1), own.shape[1]
+    counts, scale = alongside(problem.own_counts, own), source.cast(alongside(problem.scale, own), "float64")
+    limits = None if problem.row_limits is None else alongside(problem.row_limits, own)
+    numbers, rows = source.arange(0, each, own), max(1, ELEMENTS // (width * max(1, first + each)))
+    for start in range(0, m, rows):
+        here = slice(start, min(start + rows, m))
+        counted = numbers[None] < counts[here][:, None]
+        k = source.cast(own[start * each : here.stop * each], state).reshape((here.stop - start, each, width))
+        # what lies beyond a row's count may be anything
+        k, q = source.where(counted[:, :, None], k, 0.0), source.cast(problem.rows[here], state)
+        if first:
+            positive, no = source.cast(problem.columns[0][here], state)[:, None], (counts[here] < 0)[:, None]
+            k, counted = (source.module.concatenate(x, 1) for x in ((positive, k), (no, counted)))
+        x = scale * source.cast((q[:, None] * k).sum(-1), "float64")
+        yield here, q, k, x, counted if limits is None else counted & ~(x > limits[here][:, None])
+
+
+def _statistics(problem: Problem, backend: Backend) -> SideStatistics:
+    """Those of the rows over their own columns, beside the scale."""
+    m, source = problem.rows.shape[0], library_of(problem.rows)
+    xp, dtype = source.module, source.dtype(problem.rows)
+    n, p = (source.full((m, 2), -math.inf, "float64", problem.rows) for _ in range(2))
+    for here, _, _, x, counted in _chunks(problem):
+        seen = source.where(counted, x, -math.inf)
+        if seen.shape[1]:
+            top = xp.amax(seen, 1)
+            top = source.where(xp.isfinite(top), top, 0.0)
+            n[here] = pair(xp, top, xp.log(xp.exp(seen - top[:, None]).sum(1)))
+        if problem.own_positives:
+            p[here] = pair(xp, x[:, 0], 0.0 * x[:, 0])
+    pairs = backend.compensated and backend.state(dtype) == "float64"
+    n, p = (alongside(x if pairs else head(x), problem.scale) for x in (n, p))
+    # of lone positives P and S are one
+    return SideStatistics(n, p, p if problem.own_positives else xp.exp(p))
+
+
+@local.ieee
+def forward(
+    problem: Problem, backend: Backend, options: Options, *, wanted: local.Wanted | None = None
+) -> local.Forward:
+    """The softmax loss, of ranks the global one, and the log-sum-exps of all columns: see ``local.forward``."""
+    arrays, rows = backend.arrays, _statistics(problem, backend)
+    module, shared, which = _shared(problem)
+    if shared.columns:
+        wants = None if wanted is None else replace(wanted, columns=wanted.columns[which])
+        found: local.Forward = module.forward(replace(shared, beside=(rows,)), backend, options, wanted=wants)
+        return found
+    loss = local.loss(problem, arrays, "float64", rows)
+    if problem.placement is not None:
+        return finalize_loss(problem, loss, rows, arrays)
+    return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), rows[:2])
+
+
+@local.ieee
+def backward(
+    problem: Problem,
+    saved: local.Forward,
+    upstream: Array,
+    wanted: local.Wanted,
+    backend: Backend,
+    options: Options,
+) -> local.Gradients:
+    """Gradients of ``upstream * loss``. A row's sum begins with what its own columns add to it."""
+    placement, rows, own, source = problem.placement, problem.rows, problem.columns[-1], library_of(problem.rows)
+    xp, dtype, first = source.module, source.dtype(rows), int(problem.own_positives)
+    weighted = problem.weighted(upstream) if placement is None else scaled_weights(problem, upstream)
+    side, _ = local.side_weights(weighted, saved, backend.arrays)
+    by_n, by_p, *_ = (alongside(x, own) for x in bars_of(backend.arrays, side))
+    n = alongside(side.negative_lse, own)
+    n = xp.stack((n, xp.zeros_like(n)), -1) if n.ndim == 1 else n
+    factor, state = alongside(problem.scale, own), state_dtype(dtype)
+    sums = source.full(tuple(rows.shape), 0.0, state, rows) if wanted.rows or wanted.scale else None
+    of_key, of_own = (
+        source.empty(tuple(x.shape), dtype, x) if want else None
+        for x, want in zip((problem.columns[0], own), (first and wanted.columns[0], wanted.columns[-1]), strict=True)
+    )
+    for here, q, k, x, counted in _chunks(problem):
+        bar = by_n[here][:, None]
+        G = source.where(counted & (bar != 0), bar * xp.exp((x - n[here, :1]) - n[here, 1:]), 0.0)
+        if first:
+            # of one positive q is 1, and D has no part
+            G[:, 0] = by_p[here]
+        if sums is not None:
+            sums[here] = (source.cast(G, state)[:, :, None] * k).sum(1)
+        part = source.cast(source.cast(factor * G, state)[:, :, None] * q[:, None], dtype)
+        if of_key is not None:
+            of_key[here] = part[:, 0]
+        if of_own is not None:
+            each = part.shape[1] - first
+            of_own[here.start * each : here.stop * each] = part[:, first:].reshape((-1, own.shape[1]))
+    module, shared, which = _shared(problem)
+    wanted = replace(wanted, columns=wanted.columns[which])
+    alone = local.Sums(sums, (), None), None, wanted, source
+    found: local.Gradients
+    if shared.columns:
+        found = module.backward(replace(shared, row_sums=sums), saved, upstream, wanted, backend, options)
+    elif placement is not None:
+        found = gradients_over_ranks(rows, factor, placement, *alone)
+    else:
+        found = local.gradients_from_sums(rows, factor, *alone)
+        found = replace(found, scale=None if found.scale is None else alongside(found.scale, problem.scale))
+    return replace(found, columns=(*[of_key] * first, *found.columns, of_own))
