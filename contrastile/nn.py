@@ -215,9 +215,7 @@ class CoCaLoss(ClipLoss):
         labels: Tensor,
         logit_scale: Tensor | float,
         output_dict: bool = False,
-        *,
-        ids: Tensor | None = None,
-        weights: Tensor | None = None,
+        **given: Any,
     ) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
         """Both losses, or ``{"contrastive_loss": ..., "caption_loss": ...}`` with ``output_dict``.
 
@@ -228,8 +226,7 @@ class CoCaLoss(ClipLoss):
             labels: (b, length) integers.
             logit_scale: see ``ClipLoss``.
             output_dict: see ``ClipLoss``.
-            ids: see ``ClipLoss``.
-            weights: see ``ClipLoss``.
+            **given: ids, weights and guide, as ``ClipLoss`` takes them.
 
         Raises:
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
@@ -237,7 +234,7 @@ class CoCaLoss(ClipLoss):
         """
         contrastive: Any = logits.new_zeros(())
         if self.clip_loss_weight:
-            found: Any = super().forward(image_features, text_features, logit_scale, ids=ids, weights=weights)
+            found: Any = super().forward(image_features, text_features, logit_scale, **given)
             contrastive = self.clip_loss_weight * found
         of_tokens = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=self.pad_id)
         caption = self.caption_loss_weight * of_tokens

@@ -43,3 +43,9 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def primitives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small losses of torch on a host are of the primitives, whose bits all ways to call them have."""
+    monkeypatch.setenv("CONTRASTILE_KEEP_MIB", "0")

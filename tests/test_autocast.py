@@ -46,6 +46,7 @@ def test_autocast_of_another_kind_of_device_says_nothing_about_these(monkeypatch
     assert torch.equal(clip(*inputs, "torch"), expected)
 
 
+@pytest.mark.usefixtures("primitives")
 @pytest.mark.parametrize("loss", [clip, sigmoid])
 def test_one_graph_holds_the_cast_and_no_grad_gives_the_same_value(loss: Loss) -> None:
     inputs, scale = [leaf(23, 0), leaf(23, 1)], number(14.3, torch.float32)

@@ -44,6 +44,7 @@ def leaves(dtype: torch.dtype, rows: int = 11) -> list[Tensor]:
     return [*matrices, number(14.25, dtype)]
 
 
+@pytest.mark.usefixtures("primitives")
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_compiler_sees_one_operator_in_one_graph_whose_results_are_the_loss_s(loss: Loss, dynamic: bool) -> None:

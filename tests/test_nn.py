@@ -109,6 +109,7 @@ def test_coca_has_the_loss_of_the_captions_too() -> None:
     assert contrastile.nn.CoCaLoss(2.0, 0)(None, None, logits, labels, scale) == (0.0, caption)
 
 
+@pytest.mark.usefixtures("primitives")
 @pytest.mark.parametrize(("module", "loss", "args"), CASES)
 def test_a_module_is_one_graph(module: Any, loss: Any, args: tuple[Any, ...]) -> None:
     made, inputs = module(), leaves(*args)

@@ -52,6 +52,7 @@ def test_a_rank_may_be_under_a_dispatch_mode() -> None:
     torch.testing.assert_close(torch.cat(InProcessGroup[Tensor](len(COUNTS)).run(program)), whole.grad)
 
 
+@pytest.mark.usefixtures("primitives")
 @pytest.mark.parametrize("negatives", [[], ()])
 def test_no_negatives_are_replicated_and_the_loss_can_be_divided_in_place(negatives: Any) -> None:
     def program(comm: InProcess) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ def test_json_is_strict_and_has_the_schema(tmp_path):
     fields = {"backend", "property", "case", "dtype", "device", "world", "ratio", "excess", "status", "reason"}
     assert all(set(each) == fields for each in read["rows"])
     found = as_json([PASSED, SKIPPED])
-    assert found == {"verdict": "pass", "environment": found["environment"], "rows": [PASSED, SKIPPED]}
+    assert found == {"verdict": "pass", "loose": False, "environment": found["environment"], "rows": [PASSED, SKIPPED]}
 
 
 def test_the_table_has_a_line_for_each_backend_and_dtype():

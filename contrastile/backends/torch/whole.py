@@ -141,7 +141,7 @@ def gradients(
         if wanted.bias:
             d_bias = scale.new_full((), float(g.sum(1).sum(dtype=torch.float64)) * weight)
         g.mul_(factor)
-    elif columns is rows:
+    elif not problem.columns:
         (shares, loses), exponentials, matched = state[0] * factor, *state[1:]
         g = torch.add(shares.unsqueeze(1), shares).mul_(exponentials)
         g.addcmul_(torch.add(loses.unsqueeze(1), loses), matched, value=-1.0)

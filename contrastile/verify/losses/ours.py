@@ -123,10 +123,11 @@ def captioned(loss: Target, settings: dict[str, Any]) -> Target:
     """CoCa's module, beside a caption of one token and padding, which counts as nothing."""
     from contrastile import nn
 
-    def target(image: Array, text: Array, scale: Any, *, ids: Any = None, weights: Any = None, **more: Any) -> Any:
+    def target(image: Array, text: Array, scale: Any, **more: Any) -> Any:
+        given = {name: more.pop(name) for name in ("ids", "weights", "guide") if name in more}
         logits, labels = image.new_tensor([[[0, 0, 0], [0, 0, 9]]]), image.new_tensor([[1, 2]]).long()
         made = nn.CoCaLoss(2.0, 1.0, pad_id=2, **settings, **more)
-        found, caption = made(image, text, logits, labels, scale, ids=ids, weights=weights)
+        found, caption = made(image, text, logits, labels, scale, **given)
         assert caption > 2, "padding counts: of a token it is twice log 3"
         return found
 
