@@ -33,6 +33,7 @@ EXTRAS = {
     "mpi4py": ("mpi", "many processes over MPI"),
     "pytest": ("verify", "the checks of contrastile verify"),
     "xdist": ("verify", "the processes of contrastile verify (pytest-xdist)"),
+    "hypothesis": ("verify", "drawn problems in contrastile verify"),
     "rich": ("verify", "tables and progress bars"),
     "matplotlib": ("verify", "contrastile bench --plot"),
 }

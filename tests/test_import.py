@@ -41,7 +41,7 @@ LAYERS = [
     {"__main__"},
 ]
 OPTIONAL = {
-    *("torch", "triton", "cupy", "cuda", "ml_dtypes", "mpi4py", "rich", "matplotlib", "pytest"),
+    *("torch", "triton", "cupy", "cuda", "ml_dtypes", "mpi4py", "hypothesis", "rich", "matplotlib", "pytest"),
     *("sentence_transformers", "transformers", "open_clip", "lightning", "accelerate"),
 }
 # the packages that each optional import is confined to
@@ -67,6 +67,7 @@ HOMES = {
     "cupy": ("backends.cupy", "comm.nccl"),
     "cuda": ("backends.cupy",),
     "mpi4py": ("comm.mpi", "verify"),
+    "hypothesis": ("verify",),
     "pytest": ("verify",),
     "rich": ("reporting",),
     "matplotlib": ("bench", "verify"),

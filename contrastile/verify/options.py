@@ -12,7 +12,7 @@ from contrastile.backends import registry
 from contrastile.backends.arrays import FLOATS
 from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError
 from contrastile.environment import finds_a_gpu
-from contrastile.reporting import CannotRunError, one_line, within
+from contrastile.reporting import CannotRunError, one_line, require_packages, within
 from contrastile.verify import cases, launched, public, sharded, strategies
 from contrastile.verify.comparison import Comparisons, wrong
 from contrastile.verify.distributed import DISTRIBUTED
@@ -119,6 +119,8 @@ def settle(options: argparse.Namespace) -> list[str]:
     if given.deadline is not None and not 0 < given.deadline < float("inf"):
         raise CannotRunError(f"--deadline must be a number of seconds above 0, got {given.deadline:g}")
     given.case, given.property = _known("case", given.case, every), _known("property", given.property, properties)
+    if not given.loss:
+        require_packages("hypothesis")
     return [f"{', '.join(left_out)} ({'--quick' if given.quick else 'give --dtype'})"] if left_out else []
 
 

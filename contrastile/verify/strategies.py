@@ -1,12 +1,14 @@
 """Problems drawn at random: ragged, hot, signed, masked, split, of one direction or two, rows with themselves.
 
-A problem has a number. The first are the smallest, so that the first that fails is small.
+A problem has a number. The first are the smallest: hypothesis draws numbers, and shrinks one that fails.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from random import Random
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,13 +56,49 @@ class Drawn:
 
 
 def drawn(subject: Subject, case: str) -> Comparisons:
-    """Problems that are drawn give the oracle's value and gradients, up to the first that fails.
+    """Problems that hypothesis draws give the oracle's value and gradients; the label is the number of the worst.
 
     On a host their errors are at most five times a plain computation's.
 
     A case "drawn:17" is that problem alone.
     """
-    yield from searched(subject, case, lambda each: _compare(each, subject))
+
+    def judge(each: Drawn) -> Worst:
+        return _compare(each, subject)
+
+    if case != CASE:
+        yield from searched(subject, case, judge)
+        return
+    import hypothesis.errors
+    from hypothesis.configuration import set_hypothesis_home_dir
+    from hypothesis.strategies import integers
+
+    found: list[tuple[str, Worst]] = []
+    refusals: list[str] = []
+
+    def fails(number: int) -> bool:
+        worst = _judged(number, subject, judge, refusals)
+        if worst is None:
+            return False
+        found.append((f"{CASE}:{number}", worst))
+        return not worst.ratio < 1
+
+    settings = hypothesis.settings(max_examples=subject.examples, deadline=None, database=None)
+    # hypothesis writes its caches to the current folder, unless it is told of another
+    with TemporaryDirectory() as folder:
+        set_hypothesis_home_dir(folder)
+        try:
+            hypothesis.find(integers(0, 2**31), fails, settings=settings, random=Random(subject.seed))
+        except (hypothesis.errors.NoSuchExample, hypothesis.errors.Flaky):
+            # a failure that passes when it is run again counts all the same
+            pass
+        finally:
+            set_hypothesis_home_dir(None)
+    failed = [each for each in found if not each[1].ratio < 1]
+    if not failed:
+        _not_too_many(refusals, len(found) + len(refusals))
+    # the smallest failure comes last
+    yield failed[-1] if failed else max(found, key=lambda each: each[1].ratio)
 
 
 def _judged(number: int, subject: Subject, judge: Callable[[Drawn], Worst], refusals: list[str]) -> Worst | None:
@@ -72,6 +110,12 @@ def _judged(number: int, subject: Subject, judge: Callable[[Drawn], Worst], refu
         return None
     except Exception as error:
         return wrong(one_line(error))
+
+
+def _not_too_many(refusals: list[str], count: int) -> None:
+    """Raise UnsupportedProblemError if a backend refused too many of the problems."""
+    if len(refusals) > REFUSED_SHARE * count:
+        raise UnsupportedProblemError(f"{len(refusals)} of {count} drawn problems refused, the last: {refusals[-1]}")
 
 
 def numbered(case: str) -> int:
@@ -102,9 +146,7 @@ def searched(subject: Subject, case: str, judge: Callable[[Drawn], Worst]) -> Co
         yield f"{name}:{number}", worst
         if not worst.ratio < 1:
             return
-    if len(refusals) > REFUSED_SHARE * len(numbers):
-        last = f"the last: {refusals[-1]}"
-        raise UnsupportedProblemError(f"{len(refusals)} of {len(numbers)} drawn problems refused, {last}")
+    _not_too_many(refusals, len(numbers))
 
 
 def problem(seed: int, number: int, dtype: str) -> Drawn:

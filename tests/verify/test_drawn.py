@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -54,12 +52,12 @@ def test_the_first_problem_that_fails_is_the_last() -> None:
     assert "ZeroDivisionError" in str(found[0][1])
 
 
-def test_the_first_failure_is_a_small_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         strategies, "_compare", lambda each, _: wrong("wide") if len(each.problem.rows) > 5 else NOTHING
     )
-    *_, (label, worst) = drawn(replace(TORCH, examples=20), "drawn")
+    ((label, worst),) = drawn(TORCH, "drawn")
     number = int(label.partition(":")[2])
     assert not worst.ratio < 1
-    sizes = [len(problem(0, n, "float32").problem.rows) for n in range(number + 1)]
-    assert max(sizes[:-1]) <= 5 < sizes[-1]
+    assert number < 100
+    assert len(problem(0, number, "float32").problem.rows) > 5
