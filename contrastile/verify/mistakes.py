@@ -95,7 +95,9 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
         yield label, _told(told, "MismatchError")
     unlike = differences.get(_UNWANTED)
     if unlike is not None:
-        told = world.run(partial(_error_without_gradients, right=right, last=unlike, subject=subject))
+        import torch
+
+        told = world.run(torch.no_grad()(partial(_error_of_a_mismatch, right=right, last=unlike, subject=subject)))
         yield "a gradient that nobody records", wrong(told[0]) if any(told) else NOTHING
 
 
@@ -119,11 +121,3 @@ def _error_of_a_mismatch(communicator: Communicator, right: _Arguments, last: _A
         right[0](*right[1], **how)
         return str(error)
     return ""
-
-
-def _error_without_gradients(communicator: Communicator, right: _Arguments, last: _Arguments, subject: Subject) -> str:
-    """``_error_of_a_mismatch`` where no gradients are recorded."""
-    import torch
-
-    with torch.no_grad():
-        return _error_of_a_mismatch(communicator, right, last, subject)

@@ -126,28 +126,14 @@ def peak_bytes(library: str, device: str, step: Callable[[], object]) -> float:
     Raises:
         SkipError: this library's memory cannot be measured here.
     """
-    found = [0]
-    with _meter(library, device)(found):
+    found, meter = [0], _METERS.get((library, device))
+    if meter is None:
+        raise SkipError(f"nothing counts the memory of {library} on {device}")
+    with meter(found):
         # until the meter stops: results count
         results = step()
     del results
     return float(found[0])
-
-
-_Meter = Callable[[list[int]], AbstractContextManager[None]]
-
-
-def _meter(library: str, device: str) -> _Meter:
-    """NumPy's memory is measured by the interpreter's tracer, that of others by their allocators."""
-    known: dict[tuple[str, str], _Meter] = {
-        ("numpy", "cpu"): _numpy,
-        ("torch", "cpu"): _torch,
-        ("torch", "cuda"): _torch_on_a_gpu,
-        ("cupy", "cuda"): _cupy,
-    }
-    if (library, device) not in known:
-        raise SkipError(f"nothing counts the memory of {library} on {device}")
-    return known[library, device]
 
 
 @contextmanager
@@ -219,3 +205,12 @@ def _cupy(found: list[int]) -> Iterator[None]:
 
     with Counter():
         yield
+
+
+_METERS: dict[tuple[str, str], Callable[[list[int]], AbstractContextManager[None]]] = {
+    ("numpy", "cpu"): _numpy,
+    ("torch", "cpu"): _torch,
+    ("torch", "cuda"): _torch_on_a_gpu,
+    ("cupy", "cuda"): _cupy,
+}
+"""NumPy's memory is measured by the interpreter's tracer, that of others by their allocators."""

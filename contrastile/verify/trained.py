@@ -213,22 +213,20 @@ def _learning(batch: Batch) -> _Held:
 def _refusals(batch: Batch) -> _Held:
     from contrastile.training import embed
 
-    index = batch.index.clone()
-    ones = [batch.fixed]
-    _, replay = embed(batch.encode, index, _CHUNK)
-    replay(ones)
-    yield "a second replay", _refused(lambda: replay(ones))
-    _, replay = embed(batch.encode, index, _CHUNK)
-    index.add_(0)
-    yield "inputs changed between the passes", _refused(lambda: replay(ones))
-
-
-def _refused(call: Callable[[], object]) -> bool:
-    try:
-        call()
-    except (RuntimeError, ValueError):
-        return True
-    return False
+    index, ones = batch.index.clone(), [batch.fixed]
+    changes: dict[str, Callable[[], Any]] = {
+        "a second replay": lambda: replay(ones),
+        "inputs changed between the passes": lambda: index.add_(0),
+    }
+    for label, change in changes.items():
+        _, replay = embed(batch.encode, index, _CHUNK)
+        change()
+        try:
+            replay(ones)
+        except (RuntimeError, ValueError):
+            yield label, True
+        else:
+            yield label, False
 
 
 def _weights(batch: Batch) -> _Held:

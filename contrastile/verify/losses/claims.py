@@ -13,14 +13,6 @@ from contrastile.backends.contract import PRECISIONS
 OBJECTIVES = ("clip_loss", "info_nce", "sigmoid_loss", "nt_xent", "sup_con")
 """What a loss may compute: the losses of the front door, whose positional arguments it takes."""
 
-SIZES = (
-    "smallest_batch",
-    "batch_multiple",
-    "largest_batch",
-    "smallest_width",
-    "width_multiple",
-    "largest_width",
-)
 KEYWORDS = {
     "ids": ("clip_loss", "info_nce", "sigmoid_loss"),
     "negatives": ("info_nce",),
@@ -124,11 +116,11 @@ class Claims:
         _one_of("integers", self.integers, INTEGERS)
         _one_of("state", () if self.state is None else (self.state,), FLOATS)
         _one_of("precision", (self.precision,), PRECISIONS)
-        for name in SIZES:
-            size = getattr(self, name)
-            if size is not None and (isinstance(size, bool) or not isinstance(size, Integral) or size < 1):
-                raise ValueError(f"claims: {name} must be a positive integer, got {size!r}")
         for name in ("batch", "width"):
+            for each in (f"smallest_{name}", f"{name}_multiple", f"largest_{name}"):
+                size = getattr(self, each)
+                if size is not None and (isinstance(size, bool) or not isinstance(size, Integral) or size < 1):
+                    raise ValueError(f"claims: {each} must be a positive integer, got {size!r}")
             least, most = getattr(self, f"smallest_{name}"), getattr(self, f"largest_{name}")
             fitted = getattr(self, name)(1)
             if fitted is None:

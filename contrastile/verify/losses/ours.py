@@ -171,7 +171,7 @@ def dispatched(loss: Target, settings: dict[str, Any]) -> Target:
     def target(*args: Any, **keywords: Any) -> Any:
         seen.clear()
         with Seen():  # type: ignore[no-untyped-call]
-            found = _with_gradients(lambda *leaves: loss(*leaves, **settings, **keywords), args)
+            found = _with_gradients(partial(loss, **settings, **keywords), args)
         if seen != ["loss.default", "gradients.default"]:
             raise RuntimeError(f"a dispatch mode must see the loss and its gradients, got {seen}")
         return found
@@ -180,12 +180,15 @@ def dispatched(loss: Target, settings: dict[str, Any]) -> Target:
 
 
 def _with_gradients(call: Target, args: Any) -> tuple[Array, ...]:
-    """The value, and autograd's gradients of every float among the arguments."""
-    given = [x.detach().clone().requires_grad_() if x.is_floating_point() else x for x in args]
+    """The value, and autograd's gradients of every tensor of floats among the arguments."""
+    import torch
+
+    floats = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in args]
+    given = [torch.nn.Parameter(x.detach().clone()) if y else x for x, y in zip(args, floats, strict=True)]
     value = call(*given)
     if value.requires_grad:
         value.backward()
-    return value.detach(), *(x.grad for x in given if x.is_floating_point())
+    return value.detach(), *(x.grad for x, y in zip(given, floats, strict=True) if y)
 
 
 def _chunked(
@@ -257,15 +260,14 @@ def _chunked_model(towers: Any, inputs: Any, loss: Target, numbers: Any) -> Any:
     return loss(*(outputs[name] for name in "dcba"[: len(outputs)]))
 
 
-def stepped(step: Callable[..., Array], loss: Target, settings: dict[str, Any]) -> Target:
-    """``training.cached_step``, which adds to gradients itself."""
-    return lambda *args, **keywords: _with_gradients(
-        lambda *leaves: _chunked(step, loss, settings, leaves, keywords), args
-    )
+def stepped(way: Callable[..., Target], loss: Target, settings: dict[str, Any]) -> Target:
+    """Another way, whose call goes back itself, or may: it returns the gradients that are left."""
+    target = way(loss, settings)
+    return lambda *args, **keywords: _with_gradients(partial(target, **keywords), args)
 
 
 def cached(step: Callable[..., Array], loss: Target, settings: dict[str, Any]) -> Target:
-    """A step whose backward pass is the caller's."""
+    """A step of the gradient cache."""
     return lambda *args, **keywords: _chunked(step, loss, settings, args, keywords)
 
 
@@ -320,7 +322,7 @@ def ranking(loss: Target, settings: Any) -> Target:
 
 
 def cached_ranking(loss: Target, settings: Any) -> Target:
-    """Its cached one, which goes back itself."""
+    """Its cached one."""
 
     def target(query: Array, key: Array, scale: Any) -> Any:
         import torch
@@ -329,50 +331,29 @@ def cached_ranking(loss: Target, settings: Any) -> Target:
 
         model = torch.nn.Sequential(torch.nn.Identity())
         made = CachedMultipleNegativesRankingLoss(model, scale=float(scale), settings=settings)
-        return _with_gradients(
-            lambda *leaves: made.calculate_loss([x.split(_CHUNK) for x in leaves], with_backward=True), (query, key)
-        )
+        return made.calculate_loss([x.split(_CHUNK) for x in (query, key)], with_backward=True)
 
     return target
 
 
-def _distance(factor: Any) -> Target:
-    """``training.deep_distance`` whose phi is the dot product, times its parameter."""
+def distance(loss: Target, settings: dict[str, Any], *, learns: bool = False) -> Target:
+    """A deep distance that is the dot product, in ragged tiles; if it learns, the scale is its phi's parameter."""
     import torch
 
     from contrastile import training
 
     class Phi(torch.nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, factor: torch.nn.Parameter) -> None:
             super().__init__()
-            self.factor = torch.nn.Parameter(factor)
+            self.factor = factor
 
         def forward(self, f: Array, g: Array) -> Array:
             return self.factor * (f @ g.T)
 
-    phi = Phi()
-    return lambda *given: (training.deep_distance(phi, _BLOCK)(*given), phi.factor)
-
-
-def distance(loss: Target, settings: dict[str, Any]) -> Target:
-    """A deep distance that is the dot product, in ragged tiles."""
-    import torch
-
     def target(query: Array, key: Array, scale: Any, *, negatives: Any = ()) -> Any:
         more = negatives if isinstance(negatives, list | tuple) else (negatives,)
-        return _distance(query.new_ones(()))(query, torch.cat([key, *more]), scale)[0]
-
-    return target
-
-
-def learnt_distance(loss: Target, settings: dict[str, Any]) -> Target:
-    """The same, in which phi has the scale as its parameter."""
-
-    def target(query: Array, key: Array, scale: Array) -> Any:
-        leaves = [x.detach().clone().requires_grad_() for x in (query, key)]
-        value, factor = _distance(scale.detach().clone())(*leaves)
-        value.backward()
-        return value.detach(), *(x.grad for x in leaves), factor.grad
+        factor, numbers = (scale, ()) if learns else (torch.nn.Parameter(query.new_ones(())), (scale,))
+        return training.deep_distance(Phi(factor), _BLOCK)(query, torch.cat([key, *more]), *numbers)
 
     return target
 
@@ -412,15 +393,16 @@ OF_OTHERS = (replace(OF_TENSORS[0], properties=_CONVERTED),)
 _own = partial(Interface, plain=True)
 _of_any_dtype = partial(_own, any_dtype=True)
 _CHUNKS = (*_RETURNED, *_NO_COLUMNS)
-_UNIT = (("normalises", True), ("ids", False), ("options", False))
+_BARE = (("ids", False), ("options", False))
+_UNIT = (("normalises", True), *_BARE)
 
 OF_TRAINING = (
-    _own("cached_step", partial(stepped, _cached_step), (), _CHUNKS),
-    _of_any_dtype("stream", partial(stepped, _streamed), (), _CHUNKS),
-    _of_any_dtype("embed", partial(stepped, _embedded), (), _CHUNKS),
+    _own("cached_step", partial(stepped, partial(cached, _cached_step)), (), _CHUNKS),
+    _of_any_dtype("stream", partial(stepped, partial(cached, _streamed)), (), _CHUNKS),
+    _of_any_dtype("embed", partial(stepped, partial(cached, _embedded)), (), _CHUNKS),
     _own("Cached", partial(cached, _cached), _STEP, (("retains", False), *_NO_COLUMNS)),
-    _own("deep_distance", distance, (*_STEP, "numbers"), (("positives", False),), _ONE),
-    _own("deep_distance that learns", learnt_distance, (), _CHUNKS, _ONE),
+    _own("deep_distance", distance, (*_STEP, "numbers"), (("positives", False), *_BARE), _ONE),
+    _own("deep_distance that learns", partial(stepped, partial(distance, learns=True)), (), (*_CHUNKS, *_BARE), _ONE),
 )
 """Of ``contrastile.training``."""
 
@@ -433,7 +415,7 @@ OF_INTEGRATIONS = (
     ),
     _of_any_dtype(
         "CachedMultipleNegativesRankingLoss",
-        *(cached_ranking, (), (*_UNIT, ("scale_gradient", False), *_CHUNKS), _ONE),
+        *(partial(stepped, cached_ranking), (), (*_UNIT, ("scale_gradient", False), *_CHUNKS), _ONE),
     ),
 )
 """Of ``contrastile.integrations``."""
@@ -444,7 +426,7 @@ _ARRAYS_OF = {"numpy": "NumPy arrays", "torch": "torch tensors"}
 
 def installed(each: Interface) -> bool:
     """Whether the library of an integration is."""
-    return each.make not in (ranking, cached_ranking) or importlib.util.find_spec("sentence_transformers") is not None
+    return not each.name.endswith("RankingLoss") or importlib.util.find_spec("sentence_transformers") is not None
 
 
 def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Loss, tuple[str, ...]]]:
@@ -490,8 +472,6 @@ def of_interface(each: Interface, objective: str, subject: Subject, library: str
     settings = {"backend": subject.name, **subject.settings, **more}
     if each.plain:
         claims["state"] = "float64" if subject.dtype == "float64" else "float32"
-    if each.make in (distance, learnt_distance):
-        claims["ids"] = claims["options"] = False
     target = each.make(getattr(losses, objective), settings)
     facts = None if each.plain else subject.accuracy
     return Loss(name, target, Claims(**(claims | dict(each.claims))), facts, each.block)
