@@ -109,8 +109,9 @@ def _called(problem: Problem, bars: FloatArray, subject: Subject, **settings: An
     """The statistics of a problem by the public function, and where there is autograd the gradients of their loss."""
     arrays = subject.backend.arrays
     put = putter(arrays, subject.device)
-    rows, *columns = leaves = [put(x, subject.dtype) for x in (problem.rows, *problem.columns)]
-    scale, itself = put(problem.scale, state_dtype(subject.dtype)), problem.excluded is not None
+    itself = problem.excluded is not None
+    rows, *columns = leaves = [put(x, subject.dtype) for x in (problem.rows, *problem.columns[itself:])]
+    scale = put(problem.scale, state_dtype(subject.dtype))
     by_autograd = settings.pop("by_autograd", True) and arrays.name == "torch"
     if by_autograd:
         for x in (*leaves, scale):
@@ -123,11 +124,9 @@ def _called(problem: Problem, bars: FloatArray, subject: Subject, **settings: An
         keywords["guide"] = put(problem.row_guide, subject.dtype), put(problem.column_guide, subject.dtype)
     if problem.match == "target":
         keywords["ids_are"] = "positives"
-    found: Any
-    if itself:
-        found = losses.statistics(rows, None, scale, **keywords, **settings)[:1]
-    else:
-        found = losses.statistics(rows, columns[0], scale, negatives=columns[1:], **keywords, **settings)
+    keywords |= {} if itself else {"negatives": columns[1:]}
+    found: Any = losses.statistics(rows, None if itself else columns[0], scale, **keywords, **settings)
+    found = found[: 2 - itself]
     value = np.concatenate([[arrays.to_numpy(x) for x in side] for side in found], axis=1)
     gradients: Any = (None, (), None)
     if by_autograd:
@@ -137,9 +136,7 @@ def _called(problem: Problem, bars: FloatArray, subject: Subject, **settings: An
         # a bar of 0 times -inf would be NaN
         total = torch.where(given == 0, 0.0, torch.cat([torch.stack(tuple(side)) for side in found], 1)) * given
         total.sum().backward()
-        of_rows, *of_columns, of_scale = (
-            float64(arrays.to_numpy(x.grad)) for x in (rows, *([] if itself else columns), scale)
-        )
+        of_rows, *of_columns, of_scale = (float64(arrays.to_numpy(x.grad)) for x in (*leaves, scale))
         gradients = of_rows, tuple(of_columns), of_scale
     return Outcome(float64(value), *gradients)
 

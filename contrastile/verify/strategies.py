@@ -62,26 +62,14 @@ def drawn(subject: Subject, case: str) -> Comparisons:
 
     A case "drawn:17" is that problem alone.
     """
+    yield from searched(subject, case, lambda each: _compare(each, subject), _shrink)
 
-    def judge(each: Drawn) -> Worst:
-        return _compare(each, subject)
 
-    if case != CASE:
-        yield from searched(subject, case, judge)
-        return
+def _shrink(fails: Callable[[int], bool], subject: Subject) -> None:
+    """Draw numbers by hypothesis up to one that fails, and then ever smaller ones."""
     import hypothesis.errors
     from hypothesis.configuration import set_hypothesis_home_dir
     from hypothesis.strategies import integers
-
-    found: list[tuple[str, Worst]] = []
-    refusals: list[str] = []
-
-    def fails(number: int) -> bool:
-        worst = _judged(number, subject, judge, refusals)
-        if worst is None:
-            return False
-        found.append((f"{CASE}:{number}", worst))
-        return not worst.ratio < 1
 
     settings = hypothesis.settings(max_examples=subject.examples, deadline=None, database=None)
     # hypothesis writes its caches to the current folder, unless it is told of another
@@ -94,28 +82,6 @@ def drawn(subject: Subject, case: str) -> Comparisons:
             pass
         finally:
             set_hypothesis_home_dir(None)
-    failed = [each for each in found if not each[1].ratio < 1]
-    if not failed:
-        _not_too_many(refusals, len(found) + len(refusals))
-    # the smallest failure comes last
-    yield failed[-1] if failed else max(found, key=lambda each: each[1].ratio)
-
-
-def _judged(number: int, subject: Subject, judge: Callable[[Drawn], Worst], refusals: list[str]) -> Worst | None:
-    """What is found of the problem of this number; None, and the reason among the refusals, where it is refused."""
-    try:
-        return judge(problem(subject.seed, number, subject.dtype))
-    except UnsupportedProblemError as reason:
-        refusals.append(str(reason))
-        return None
-    except Exception as error:
-        return wrong(one_line(error))
-
-
-def _not_too_many(refusals: list[str], count: int) -> None:
-    """Raise UnsupportedProblemError if a backend refused too many of the problems."""
-    if len(refusals) > REFUSED_SHARE * count:
-        raise UnsupportedProblemError(f"{len(refusals)} of {count} drawn problems refused, the last: {refusals[-1]}")
 
 
 def numbered(case: str) -> int:
@@ -130,23 +96,46 @@ def numbered(case: str) -> int:
     return int(number)
 
 
-def searched(subject: Subject, case: str, judge: Callable[[Drawn], Worst]) -> Comparisons:
-    """Judge one problem after another, up to the first that fails.
+def _first(fails: Callable[[int], bool], subject: Subject) -> None:
+    """Take one number after another, up to the first that fails."""
+    any(map(fails, range(subject.examples)))
+
+
+def searched(
+    subject: Subject,
+    case: str,
+    judge: Callable[[Drawn], Worst],
+    search: Callable[[Callable[[int], bool], Subject], None] = _first,
+) -> Comparisons:
+    """Judge problems: the one that the case names, or those that the search takes; of failures the last is told.
 
     Raises:
         UnsupportedProblemError: nothing failed, and the backend refused too many of the problems.
     """
     name, one, _ = case.partition(":")
+    found: list[tuple[str, Worst]] = []
     refusals: list[str] = []
-    numbers = [numbered(case)] if one else range(subject.examples)
-    for number in numbers:
-        worst = _judged(number, subject, judge, refusals)
-        if worst is None:
-            continue
-        yield f"{name}:{number}", worst
-        if not worst.ratio < 1:
-            return
-    _not_too_many(refusals, len(numbers))
+
+    def fails(number: int) -> bool:
+        try:
+            worst = judge(problem(subject.seed, number, subject.dtype))
+        except UnsupportedProblemError as reason:
+            refusals.append(str(reason))
+            return False
+        except Exception as error:
+            worst = wrong(one_line(error))
+        found.append((f"{name}:{number}", worst))
+        return not worst.ratio < 1
+
+    if one:
+        fails(numbered(case))
+    else:
+        search(fails, subject)
+    failed = [each for each in found if not each[1].ratio < 1]
+    yield from failed[-1:] or found
+    count = len(found) + len(refusals)
+    if not failed and len(refusals) > REFUSED_SHARE * count:
+        raise UnsupportedProblemError(f"{len(refusals)} of {count} drawn problems refused, the last: {refusals[-1]}")
 
 
 def problem(seed: int, number: int, dtype: str) -> Drawn:

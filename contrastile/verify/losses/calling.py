@@ -14,7 +14,7 @@ import numpy as np
 from contrastile.backends.contract import Array, state_dtype
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
 from contrastile.verify.draws import FAR
-from contrastile.verify.losses import repeating
+from contrastile.verify.losses import allowed, repeating
 from contrastile.verify.losses.cases import CALLS, HIGH, build, rounded
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.properties import ONE_CALL, LossProperty, LossTrial, by_autograd, claimed
@@ -38,7 +38,7 @@ def leaves(trial: LossTrial) -> Comparisons:
     places = [*(range(count) if claims.feature_gradients else ()), *(range(count, count + numbers))]
     places = places if claims.scale_gradient else places[:count]
     sizes = range(1, len(places) + 1) if len(places) < 5 else (1, 2, len(places) - 1, len(places))
-    exact = trial.expected
+    exact = allowed.expected(trial.case)
     right: list[Any] = [exact.rows, *exact.columns, exact.scale, exact.bias]
     for wanted in (x for size in sizes for x in combinations(places, size)):
         ways: dict[str, Any] = {"": None}
@@ -158,7 +158,7 @@ def aliases(trial: LossTrial) -> Comparisons:
     else:
         yield "one tensor twice", same.compare(found, ("loss",))
         if claims.feature_gradients:
-            both, bound = (x.rows + x.columns[0] for x in (same.expected, same.bound))
+            both, bound = (x.rows + x.columns[0] for x in (allowed.expected(same.case), same.bound()))
             error = np.abs(found.rows - both) if found.rows is not None else np.full(both.shape, np.inf)
             size = bound + UNIT[case.dtype] * (np.abs(both) + bound)
             yield "one tensor twice", Worst(float((error / size).max()), "the gradient", (), float(error.max()), 0.0)

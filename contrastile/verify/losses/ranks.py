@@ -221,32 +221,27 @@ def _world(given: tuple[Any, ...], seconds: float, size: int, folder: Path) -> d
 
 def _rank(rank: int, given: tuple[Any, ...], size: int, folder: Path) -> None:
     """One rank, from its fork to its end."""
+    import torch.distributed as dist
+
     pickled, name, claims = given
+    found: dict[str, Result] = {}
     try:
         loss = Loss.of(name if pickled is None else pickle.loads(pickled), claims, name=name)
-        found = _as_rank(loss, rank, size, folder)
+        where, patience = f"file://{folder}/group", timedelta(seconds=60)
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=patience)
+        call = loss.on_rank(rank, size)
+        for case in SHARDS:
+            try:
+                parts_of_it = shared(case, loss.claims, size)
+            except ValueError:
+                continue
+            found[case] = _under_ddp(loss.claims, call, *parts_of_it, rank)
+        dist.barrier()
     except BaseException as error:
         (folder / f"error{rank}").write_text(f"rank {rank} raised {one_line(error)}")
         raise
     if rank == 0:
         (folder / "found").write_bytes(pickle.dumps(found))
-
-
-def _as_rank(loss: Loss, rank: int, size: int, folder: Path) -> dict[str, Result]:
-    import torch.distributed as dist
-
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
-    call, found = loss.on_rank(rank, size), {}
-    for name in SHARDS:
-        try:
-            given = shared(name, loss.claims, size)
-        except ValueError:
-            continue
-        found[name] = _under_ddp(loss.claims, call, *given, rank)
-    dist.barrier()
-    return found
 
 
 def _under_ddp(claims: Claims, call: Any, case: LossCase, shards: tuple[int, ...], rank: int) -> Result:

@@ -31,12 +31,6 @@ def numbered(case: LossCase, scale: float, bias: float) -> LossCase:
     return replace(case, arguments=rounded(given, case.dtype))
 
 
-def with_negatives(case: LossCase) -> LossCase:
-    """The case with its keys as negatives too, in another order: a second block of columns."""
-    given = case.arguments
-    return replace(case, arguments=replace(given, negatives=(given.features[1][::-1] / 2,)))
-
-
 def interleaved(trial: LossTrial) -> Comparisons:
     """Neither another call, nor its backward pass, nor who writes to its results changes those of a call."""
     case, claims = trial.case, trial.loss.claims
@@ -48,7 +42,9 @@ def interleaved(trial: LossTrial) -> Comparisons:
     for number, (rows, width) in enumerate([*sizes, *sizes[:1] * claims.negatives]):
         two = [trial.resized(rows, width, seed) for seed in (1, 2)]
         if number == len(sizes):
-            two = [each.other(with_negatives(each.case)) for each in two]
+            # the keys in another order: a second block of columns
+            more = [replace(x, negatives=(x.features[1][::-1] / 2,)) for x in (each.case.arguments for each in two)]
+            two = [each.other(replace(each.case, arguments=x)) for each, x in zip(two, more, strict=True)]
         calls = [each.call() for each in two]
         returned = [call() for call in calls]
         label = f"b = {rows}, d = {width}{', negatives' * (number == len(sizes))}: "
