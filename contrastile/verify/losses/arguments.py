@@ -86,9 +86,9 @@ def hard(draw: Draw, given: Arguments, count: int) -> FloatArray:
     return unit(rows + unit(draw.standard_normal(rows.shape)))
 
 
-def with_own(draw: Draw, given: Arguments, k: int = 3) -> Arguments:
-    """Arguments with up to k negatives of each query, none of some; what lies beyond them is NaN."""
-    b, d = given.features[0].shape
+def with_own(draw: Draw, given: Arguments) -> Arguments:
+    """Arguments with up to three negatives of each query, none of some; what lies beyond them is NaN."""
+    (b, d), k = given.features[0].shape, 3
     counts = np.resize([0, k, *draw.integers(0, k + 1, 9)], b).astype(np.int64)
     own = unit(given.features[0][:, None] + unit(draw.standard_normal((b, k, d))))
     own[np.arange(k) >= counts[:, None]] = np.nan

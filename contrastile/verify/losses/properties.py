@@ -78,16 +78,6 @@ class LossTrial:
         """``Loss.evaluate`` on this case."""
         return self.loss.evaluate(self.case.arguments, self.case.dtype, self.device, **how)
 
-    def evaluated(self, *, inference: bool = False) -> Result:
-        """The value alone, of a loss through autograd, where nothing needs a gradient and none is recorded."""
-        import torch
-
-        with torch.inference_mode() if inference else torch.no_grad():
-            call = self.call(train=self.train([]))
-            returned = call()
-            assert not torch.is_grad_enabled()
-            return call.finish(returned)
-
     def train(self, leaves: Sequence[int]) -> list[bool]:
         """Which of features, negatives, scale and bias need a gradient."""
         given = self.case.arguments
@@ -155,8 +145,14 @@ def value(trial: LossTrial) -> Comparisons:
     """The loss agrees with the oracle's, in training as in evaluation."""
     yield "", trial.compare(trial.result, ("loss",))
     if trial.result.by_autograd:
-        yield "without gradients", trial.compare(trial.evaluated(), ("loss",))
-        yield "in inference mode", trial.compare(trial.evaluated(inference=True), ("loss",))
+        import torch
+
+        for label, mode in (("without gradients", torch.no_grad), ("in inference mode", torch.inference_mode)):
+            with mode():
+                call = trial.call(train=trial.train([]))
+                found = call.finish(call())
+                assert not torch.is_grad_enabled()
+            yield label, trial.compare(found, ("loss",))
 
 
 def gradients(trial: LossTrial) -> Comparisons:
