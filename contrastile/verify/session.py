@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -160,16 +161,11 @@ def _kill(process: Any) -> None:
 @contextmanager
 def _environment(jobs: int) -> Iterator[None]:
     """What the workers inherit: no plugins but those of the command, and no threads that would wait for each other."""
-    before = dict(os.environ)
-    for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
-        os.environ.pop(name, None)
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    # a thread that spins while it waits takes the core from one that computes
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS") if jobs > 1 else ():
-        os.environ.setdefault(name, "1")
-    try:
+    with mock.patch.dict(os.environ, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"):
+        for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
+            os.environ.pop(name, None)
+        # a thread that spins while it waits takes the core from one that computes
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS") if jobs > 1 else ():
+            os.environ.setdefault(name, "1")
         yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

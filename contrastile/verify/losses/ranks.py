@@ -50,6 +50,7 @@ Results = dict[int, "dict[str, Result] | str"]
 
 _SECONDS = 40.0
 _START = 30.0
+_LATE = f"the ranks took longer than {_SECONDS:g} s"
 # the child imports from the parent's path, whatever its current folder is
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from contrastile.verify.losses.ranks import main; main()"
 
@@ -95,11 +96,9 @@ class Ranks:
 
     Attributes:
         loss: the loss under test.
-        seconds: that the ranks may take together.
     """
 
     loss: Loss
-    seconds: float = _SECONDS
 
     def check(self, name: str, ranks: int, fields: tuple[str, ...]) -> Comparisons:
         """Compare the fields of one case on so many ranks."""
@@ -114,7 +113,7 @@ class Ranks:
 
     @cached_property
     def _results(self) -> Results:
-        return _launched(self.loss, self.seconds)
+        return _launched(self.loss)
 
 
 def _label(ranks: int, worst: Worst, got: Outcome, exact: Outcome, fields: tuple[str, ...]) -> str:
@@ -133,7 +132,7 @@ def _label(ranks: int, worst: Worst, got: Outcome, exact: Outcome, fields: tuple
     return f"{label}: {factor:.3g} times what it should be" if remains < 0.1 * difference else label
 
 
-def _launched(loss: Loss, seconds: float) -> Results:
+def _launched(loss: Loss) -> Results:
     """The results of the cases on each number of ranks, or the error that a rank raised.
 
     Raises:
@@ -141,16 +140,16 @@ def _launched(loss: Loss, seconds: float) -> Results:
     """
     if not hasattr(os, "fork"):
         raise SkipError("ranks are forked, which this system cannot")
-    order = pickle.dumps((_portable(loss), loss.name, loss.claims, seconds))
+    order = pickle.dumps((_portable(loss), loss.name, loss.claims))
     command = [sys.executable, "-c", _PROGRAM.format(path=sys.path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
-        found, said = process.communicate(order, timeout=seconds * len(loss.claims.ranks) + _START)
+        found, said = process.communicate(order, timeout=_SECONDS * len(loss.claims.ranks) + _START)
     except subprocess.TimeoutExpired:
-        return dict.fromkeys(loss.claims.ranks, f"the ranks took longer than {seconds:g} s")
+        return dict.fromkeys(loss.claims.ranks, _LATE)
     finally:
         process.kill()
         process.wait()
@@ -180,30 +179,30 @@ def _portable(loss: Loss) -> Any:
 
 def main() -> None:
     """Start the ranks of each world in turn, as the standard input says, and write what they found to stdout."""
-    pickled, name, claims, seconds = pickle.loads(sys.stdin.buffer.read())
+    given = pickle.loads(sys.stdin.buffer.read())
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     # what the loss prints is nobody's answer
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # imported once, before the ranks are forked: it starts no thread
     importlib.import_module("torch.distributed")
     found: Results = {}
-    for size in claims.ranks:
+    for size in given[2].ranks:
         with tempfile.TemporaryDirectory() as folder:
-            found[size] = _world((pickled, name, claims), seconds, size, Path(folder))
+            found[size] = _world(given, size, Path(folder))
     answer.write(pickle.dumps(found))
     answer.close()
     os._exit(0)
 
 
-def _world(given: tuple[Any, ...], seconds: float, size: int, folder: Path) -> dict[str, Result] | str:
+def _world(given: tuple[Any, ...], size: int, folder: Path) -> dict[str, Result] | str:
     """What a world of this size found, or the first error of one of its ranks."""
     multiprocessing: Any = importlib.import_module("torch.multiprocessing")
     context = multiprocessing.start_processes(_rank, (given, size, folder), size, join=False, start_method="fork")
-    end = time.monotonic() + seconds
+    end = time.monotonic() + _SECONDS
     try:
         while not context.join(max(0.0, end - time.monotonic())):
             if time.monotonic() > end:
-                return f"the ranks took longer than {seconds:g} s"
+                return _LATE
     except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException):
         # a rank that is gone was so before those that waited for it raised; the others were then terminated
         codes = {rank: process.exitcode for rank, process in enumerate(context.processes)}
