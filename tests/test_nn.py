@@ -112,7 +112,8 @@ def test_coca_has_the_loss_of_the_captions_too() -> None:
 @pytest.mark.usefixtures("primitives")
 @pytest.mark.parametrize(("module", "loss", "args"), CASES)
 def test_a_module_is_one_graph(module: Any, loss: Any, args: tuple[Any, ...]) -> None:
-    made, inputs = module(), leaves(*args)
+    # an operator keeps nothing
+    made, inputs = module(keep=0), leaves(*args)
     compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*inputs), made(*inputs))
 
@@ -127,6 +128,8 @@ def test_modules_have_no_state_and_show_their_settings(module: Any, loss: Any, a
         f"{module.__name__}(backend='auto', tile=None, precision='tf32', group='world', exchange='ring', "
         "parameter_reduction='sum')"
     )
+    made = contrastile.nn.ClipLoss(ids_are="positives", label_smoothing=0.2)
+    assert repr(made) == "ClipLoss(backend='auto', tile=None, ids_are='positives', label_smoothing=0.2)"
 
 
 SETTINGS = {
