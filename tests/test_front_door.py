@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from provocations import LIBRARIES, PROVOCATIONS, Provocation, namespace
+from provocations import PROVOCATIONS, Provocation, namespace
 
 import contrastile
 from contrastile import evaluation, plan, problems, validation
@@ -71,12 +71,6 @@ def test_no_check_goes_unprovoked(module: ModuleType) -> None:
     assert raised
     for error, pattern in raised:
         assert any(error == name and re.fullmatch(pattern, message) for name, message in said), (error, pattern)
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("expression", [*LOSSES, "contrastile.clip_loss(image, text, 14.0, ids=labels)"])
-def test_good_input_is_not_refused(expression: str, library: str) -> None:
-    assert np.isfinite(float(call(expression, library, backend="auto")))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
