@@ -287,6 +287,26 @@ def test_every_block_is_kept_and_gives_the_bits_of_one_that_is_not(name: str, mo
     assert kept == [True] * blocks + [False] * blocks
 
 
+@pytest.mark.parametrize("frozen", ["", "image", "text", "scale", "no_grad", "inference"])
+def test_only_a_loss_whose_towers_both_learn_keeps_and_hooks_on_what_is_saved_meet_it(
+    frozen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, saved = [], list[int]()
+    watched = around(backend, lambda keeping, *given: asked.append("keeping") or keeping(*given), "keeping")
+    # of a backend that finishes both gradients at once
+    monkeypatch.setattr(plan, "load", lambda name: replace(watched, finished=lambda *given: None))
+    leaves = dict(zip(("image", "text", "scale"), pair(), strict=True))
+    if frozen in leaves:
+        leaves[frozen].requires_grad_(False)
+    mode: Any = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(frozen, torch.enable_grad)
+    with mode(), torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.nbytes) or x.clone(), lambda x: x):
+        contrastile.clip_loss(*leaves.values())
+    keeps = frozen in ("", "scale")
+    assert asked == ["keeping"] * keeps
+    # all logits
+    assert (max(saved, default=0) >= 4 * 37 * 37) == keeps
+
+
 @pytest.mark.parametrize("upstream", [0.0, math.inf, math.nan, 1e-38])
 @pytest.mark.parametrize("scale", [3.0, 3e3])
 def test_what_a_small_loss_cannot_hold_is_left_to_the_primitives(scale: float, upstream: float) -> None:
