@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import contrastile
 import contrastile.backends.torch
@@ -305,6 +306,22 @@ def test_only_a_loss_whose_towers_both_learn_keeps_and_hooks_on_what_is_saved_me
     assert asked == ["keeping"] * keeps
     # all logits
     assert (max(saved, default=0) >= 4 * 37 * 37) == keeps
+
+
+def test_what_is_kept_is_freed_by_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[StorageWeakRef] = []
+
+    def noted(keeping: Any, *given: Any) -> Any:
+        found = keeping(*given)
+        left.append(StorageWeakRef(found.kept.untyped_storage()))
+        return found
+
+    monkeypatch.setattr(plan, "load", lambda name: around(backend, noted, "keeping"))
+    value = contrastile.clip_loss(*(leaves := pair()))
+    assert [each.expired() for each in left] == [False]
+    torch.autograd.grad(value, leaves)
+    # the loss is still there
+    assert left[0].expired()
 
 
 @pytest.mark.parametrize("upstream", [0.0, math.inf, math.nan, 1e-38])
