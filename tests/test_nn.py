@@ -29,16 +29,13 @@ CASES = [
 ]
 
 
-def test_the_calls_are_open_clip_s() -> None:
+def test_the_constructors_and_the_calls_are_open_clip_s() -> None:
+    """Of open_clip 3.3.0, in their order, each with its default."""
     names = ["self", "image_features", "text_features", "logit_scale", "logit_bias", "output_dict"]
     for module in (contrastile.nn.ClipLoss, contrastile.nn.SigLipLoss):
-        parameters = inspect.signature(module.forward).parameters
-        assert [name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD] == names
-        assert parameters["output_dict"].default is False
-
-
-def test_the_constructors_are_open_clip_s() -> None:
-    """Of open_clip 3.3.0, in their order, each with its default."""
+        call = inspect.signature(module.forward).parameters
+        assert [name for name, each in call.items() if each.kind is each.POSITIONAL_OR_KEYWORD] == names
+        assert call["output_dict"].default is False
     clip = {"local_loss": False, "gather_with_grad": False, "cache_labels": False, "rank": 0, "world_size": 1}
     theirs = {
         contrastile.nn.ClipLoss: {**clip, "use_horovod": False},
