@@ -22,13 +22,23 @@ NUMPY_S = np.random.default_rng(0)
 clip = contrastile.clip_loss
 
 
-class Engine(nn.Module):
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x @ self.weight
+
+
+class Engine(Net):
     """What deepspeed.initialize returns, as far as it is looked at; ``boundaries`` has one for each backward pass."""
 
     def __init__(self, stage: int, steps: int = 1) -> None:
         super().__init__()
         self.stage, self.steps, self.boundaries = stage, steps, list[Any]()
-        self.weight = nn.Parameter(torch.ones(4, 3))
         self._is_gradient_accumulation_boundary: bool | None = None
         self._running_engine_backward = False
 
@@ -41,9 +51,6 @@ class Engine(nn.Module):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         self._is_gradient_accumulation_boundary = is_boundary
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
     def backward(self, loss: Tensor) -> None:
         self._running_engine_backward = True
         loss.backward()
@@ -55,12 +62,9 @@ class Engine(nn.Module):
 
 
 Engine.__name__ = "DeepSpeedEngine"
-InferenceEngine = type("InferenceEngine", (nn.Module,), {"forward": lambda self, x: x})
-
-
-class FullyShardedDataParallel(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
+InferenceEngine, FullyShardedDataParallel = (
+    type(name, (nn.Module,), {"forward": lambda self, x: x}) for name in ("InferenceEngine", "FullyShardedDataParallel")
+)
 
 
 def step(encode: Any, inputs: Any, loss: Any = clip, **settings: Any) -> Any:
@@ -69,17 +73,6 @@ def step(encode: Any, inputs: Any, loss: Any = clip, **settings: Any) -> Any:
 
 def squares(a: Tensor, scale: float) -> Tensor:
     return (a * a).mean()
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 3))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x @ self.weight
 
 
 # what needs no encoder is refused in tests/provocations.txt
