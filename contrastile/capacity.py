@@ -12,7 +12,6 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from contrastile.backends.arrays import FLOATS, ITEMSIZE
 from contrastile.backends.choice import choose
@@ -305,7 +304,8 @@ def main(args: argparse.Namespace) -> int:
         setup = Setup(memory_gib=memory, **{name: getattr(args, name) for name in names})
         found = capacity(setup)
         if args.json:
-            write_json(args.json, as_json(setup, found))
+            best, whole = found.best, {"setup": asdict(setup), **asdict(found), "loss_bytes": total(found.loss)}
+            write_json(args.json, whole | {"fits": best is not None, "best": best and best.name})
     except (CannotRunError, BackendUnavailableError, ValueError, TypeError) as error:
         return cannot_run("plan", error)
     print(report(setup, found))
@@ -323,18 +323,6 @@ def _memory(device: str) -> float:
     if found is None:
         raise CannotRunError("the memory cannot be read here; give --memory-gib")
     return found / 2**30
-
-
-def as_json(setup: Setup, found: Capacity) -> dict[str, Any]:
-    """Everything, for ``--json``."""
-    best = found.best
-    return {
-        "setup": asdict(setup),
-        **asdict(found),
-        "loss_bytes": total(found.loss),
-        "fits": best is not None,
-        "best": None if best is None else best.name,
-    }
 
 
 def report(setup: Setup, found: Capacity) -> str:

@@ -29,8 +29,6 @@ from contrastile.backends import registry
 from contrastile.backends.contract import BackendUnavailableError, UnsupportedProblemError
 from contrastile.comm.inprocess import InProcessGroup
 
-LIBRARIES = ("torch", "numpy")
-
 
 @dataclass(frozen=True)
 class Provocation:

@@ -105,17 +105,6 @@ def test_a_scale_that_is_a_number_and_varies_compiles_without_a_graph_break() ->
         assert torch.equal(compiled(scale), loss(scale))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_the_default_device_is_not_that_of_the_features(loss: Loss, backend: str) -> None:
-    """``torch.set_default_device("cuda")``, and features on the CPU."""
-    leaves = features(), features(seed=1), number(9.0)
-    expected = stepped(loss, *leaves, backend)
-    with torch.device("meta"):
-        found = stepped(loss, *leaves, backend)
-    assert all(map(torch.equal, found, expected))
-
-
 def test_the_default_dtype_is_not_that_of_the_loss() -> None:
     leaves = features(dtype=torch.float32), features(seed=1, dtype=torch.float32), number(9.0, torch.float32)
     expected = stepped(clip, *leaves, "torch")

@@ -29,16 +29,13 @@ CASES = [
 ]
 
 
-def test_the_calls_are_open_clip_s() -> None:
+def test_the_constructors_and_the_calls_are_open_clip_s() -> None:
+    """Of open_clip 3.3.0, in their order, each with its default."""
     names = ["self", "image_features", "text_features", "logit_scale", "logit_bias", "output_dict"]
     for module in (contrastile.nn.ClipLoss, contrastile.nn.SigLipLoss):
-        parameters = inspect.signature(module.forward).parameters
-        assert [name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD] == names
-        assert parameters["output_dict"].default is False
-
-
-def test_the_constructors_are_open_clip_s() -> None:
-    """Of open_clip 3.3.0, in their order, each with its default."""
+        call = inspect.signature(module.forward).parameters
+        assert [name for name, each in call.items() if each.kind is each.POSITIONAL_OR_KEYWORD] == names
+        assert call["output_dict"].default is False
     clip = {"local_loss": False, "gather_with_grad": False, "cache_labels": False, "rank": 0, "world_size": 1}
     theirs = {
         contrastile.nn.ClipLoss: {**clip, "use_horovod": False},
@@ -112,7 +109,8 @@ def test_coca_has_the_loss_of_the_captions_too() -> None:
 @pytest.mark.usefixtures("primitives")
 @pytest.mark.parametrize(("module", "loss", "args"), CASES)
 def test_a_module_is_one_graph(module: Any, loss: Any, args: tuple[Any, ...]) -> None:
-    made, inputs = module(), leaves(*args)
+    # an operator keeps nothing
+    made, inputs = module(keep=0), leaves(*args)
     compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*inputs), made(*inputs))
 
@@ -127,6 +125,8 @@ def test_modules_have_no_state_and_show_their_settings(module: Any, loss: Any, a
         f"{module.__name__}(backend='auto', tile=None, precision='tf32', group='world', exchange='ring', "
         "parameter_reduction='sum')"
     )
+    made = contrastile.nn.ClipLoss(ids_are="positives", label_smoothing=0.2)
+    assert repr(made) == "ClipLoss(backend='auto', tile=None, ids_are='positives', label_smoothing=0.2)"
 
 
 SETTINGS = {

@@ -67,11 +67,6 @@ def test_value_and_grad_of_sup_con_with_keys_has_the_gradients_of_its_own_argume
     assert [x.shape for x in gradients] == [IMAGE.shape, ()]
 
 
-def test_modules_show_their_options() -> None:
-    made = contrastile.nn.ClipLoss(ids_are="positives", label_smoothing=0.2)
-    assert repr(made) == "ClipLoss(backend='auto', tile=None, ids_are='positives', label_smoothing=0.2)"
-
-
 def test_a_backend_that_knows_no_limits_is_given_none() -> None:
     problem = problems.clip(IMAGE, TEXT, 2.0, threshold=0.1).problem
     with pytest.raises(UnsupportedProblemError, match="limits and thresholds must be None"):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import contrastile
 from contrastile import plan
+from contrastile.backends import choice
 from contrastile.backends.contract import PRECISIONS, Options
 from contrastile.backends.registry import load
 from contrastile.comm.inprocess import InProcess, InProcessGroup
@@ -34,8 +35,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Options]]:
         found.setdefault(primitive.__name__, []).append(given[-1])
         return primitive(*given)
 
-    backend = around(load("torch"), call, "lse", "gradients", "sigmoid")
-    monkeypatch.setattr(plan, "load", lambda name: replace(backend, precisions=frozenset(PRECISIONS)))
+    watched = around(load("torch"), call, "lse", "gradients", "sigmoid")
+    backend = replace(watched, precisions=frozenset(PRECISIONS), auto_precision="split")
+    for module in (plan, choice):
+        monkeypatch.setattr(module, "load", lambda name: backend)
     return found
 
 
@@ -75,6 +78,18 @@ def test_every_option_reaches_the_backend(loss: Loss, call: Any, seen: dict[str,
         # an operator keeps nothing: it is not asked how much
         keep = None if call in (under_a_transform, compiled) else ASKED["keep"]
         assert options == Options(**{**ASKED, "keep": keep})
+
+
+@pytest.mark.parametrize("call", [eager, over_ranks])
+def test_auto_is_settled_before_a_backend_is_called(call: Any, seen: dict[str, list[Options]]) -> None:
+    leaves = [x.detach().float().requires_grad_() for x in (features(), features(seed=1), number(4.0))]
+    for precision in ("auto", "ieee", "tf32"):
+        call(contrastile.clip_loss, *leaves, precision=precision, keep=0)
+    call(contrastile.clip_loss, *leaves, keep=0)
+    # it says nothing to other dtypes
+    call(contrastile.clip_loss, *(x.detach().half().requires_grad_() for x in leaves[:2]), leaves[2], keep=0)
+    found = [x.precision for x in seen["lse"]]
+    assert found[:: len(found) // 5] == ["split", "ieee", "tf32", "split", "ieee"]
 
 
 def test_each_setting_has_a_default_and_is_documented_once() -> None:

@@ -33,21 +33,6 @@ def stated_ranks(x: Tensor, positives: Tensor, out: Tensor) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("tile", [TILE, None])
-def test_ranks(dtype: torch.dtype, tile: int | None) -> None:
-    rows, columns, positives, row_ids, column_ids = drawn(dtype)
-    x, none = rows.double() @ columns.double().T, torch.zeros(M, N).bool()
-    assert retrieval.ranks(rows, columns, tile=tile).tolist() == stated_ranks(x, torch.arange(M), none)
-    alike = row_ids[:, None] == column_ids
-    named: Any = {"positives": positives, "row_ids": row_ids, "column_ids": column_ids}
-    found = retrieval.ranks(rows, columns, tile=tile, **named)
-    assert found.tolist() == stated_ranks(x, positives, alike)
-    assert retrieval.recall(found, 3) == sum(r < 3 for r in found.tolist()) / M
-    reciprocal = torch.tensor([1 / (1 + r) for r in found.tolist()], dtype=torch.float64)
-    assert retrieval.mean_reciprocal_rank(found) == reciprocal.mean().item()
-
-
 def test_what_has_collapsed_or_is_nan_ranks_last() -> None:
     same = torch.ones(M, WIDTH) / 3
     for rows in (same, same * torch.nan):
@@ -76,9 +61,10 @@ def test_hard_negatives(k: int, skip: int) -> None:
     assert (found >= 0).any()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_of_a_group_see_all_columns(size: int) -> None:
-    rows, columns, positives, row_ids, column_ids = drawn(seed=2)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_of_a_group_see_all_columns(size: int, dtype: torch.dtype) -> None:
+    rows, columns, positives, row_ids, column_ids = drawn(dtype, seed=2)
     of_rows, of_columns = ([0, 4, 15, M][: size + 1], [0, 11, 30, N][: size + 1])
     of_rows[-1], of_columns[-1] = M, N
 
@@ -94,11 +80,14 @@ def test_ranks_of_a_group_see_all_columns(size: int) -> None:
     parts = [torch.cat(each) for each in zip(*InProcessGroup(size).run(program), strict=True)]
     named: Any = {"positives": positives, "row_ids": row_ids, "column_ids": column_ids}
     own = torch.cat([torch.arange(b - a) + c for a, b, c in zip(of_rows, of_rows[1:], of_columns, strict=False)])
-    alone = retrieval.ranks(rows, columns, positives=own), retrieval.ranks(rows, columns, **named)
+    x, alike = rows.double() @ columns.double().T, row_ids[:, None] == column_ids
+    stated = [torch.tensor(stated_ranks(x, *each)) for each in ((own, alike & False), (positives, alike))]
+    assert retrieval.recall(parts[1], 3) == (parts[1] < 3).sum().item() / M
+    assert retrieval.mean_reciprocal_rank(parts[1]) == (1 / (1 + parts[1].double())).mean().item()
     negatives = retrieval.mine_hard_negatives(rows, columns, 4, **named)
     nearest = (rows @ columns.T).sort(dim=1, descending=True, stable=True)
     top = nearest.values[:, :12], nearest.indices[:, :12]
-    for found, expected in zip(parts, (*alone, negatives, *top), strict=True):
+    for found, expected in zip(parts, (*stated, negatives, *top), strict=True):
         assert torch.equal(found, expected)
 
 

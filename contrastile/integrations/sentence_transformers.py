@@ -77,17 +77,9 @@ class MultipleNegativesRankingLoss(losses.MultipleNegativesRankingLoss):  # type
         if self.partition_mode == "joint" or "doc_to_query" not in self.directions:
             return self._softmax(queries, documents, self.directions)
         if len(documents) == 1 and not self._hardness:
-            return cast(Tensor, clip_loss(queries, documents[0], self.scale, **self._settings))
-        back = info_nce(documents[0], queries, self.scale, **self._settings)
+            return cast(Tensor, clip_loss(queries, documents[0], self.scale, **_with_group(self)))
+        back = info_nce(documents[0], queries, self.scale, **_with_group(self))
         return cast(Tensor, (self._softmax(queries, documents) + back) / 2)
-
-    @property
-    def _settings(self) -> Settings:
-        return _with_group(self.settings, self._shared)
-
-    @property
-    def _shared(self) -> bool:
-        return bool(self.gather_across_devices and dist.is_available() and dist.is_initialized())
 
     @property
     def _hardness(self) -> float:
@@ -105,7 +97,7 @@ class MultipleNegativesRankingLoss(losses.MultipleNegativesRankingLoss):  # type
             documents: (b, d) each.
             directions: those beside "query_to_doc".
         """
-        rank = dist.get_rank() if self._shared else 0
+        rank = dist.get_rank() if _shared(self) else 0
         own = torch.arange(len(queries), device=queries.device) + (rank << 32)
         nobody = torch.full_like(own, _NOBODY)
         strength = self._hardness / self.scale
@@ -148,7 +140,7 @@ class MultipleNegativesRankingLoss(losses.MultipleNegativesRankingLoss):  # type
             positives=torch.zeros_like(own) if 0 in apart else None,
             row_ids=own if matched else None,
             column_ids=torch.cat([ids for _, ids in found]) if matched else None,
-            **self._settings,
+            **_with_group(self),
         )
         return cast(Tensor, value)
 
@@ -206,13 +198,7 @@ class CachedGISTEmbedLoss(_TwoPasses, losses.CachedGISTEmbedLoss):  # type: igno
     are contrasted, not a rank's own alone, and the value is that of the global batch; and where the guide finds a
     positive's similarity negative, a relative margin raises the limit instead of lowering it.
 
-    Args:
-        *args: the library's own.
-        settings: see ``MultipleNegativesRankingLoss``.
-        **kwargs: the library's own.
-
-    Raises:
-        TypeError, ValueError: see ``MultipleNegativesRankingLoss``.
+    The arguments, and what is raised, are those of ``CachedMultipleNegativesRankingLoss``.
     """
 
     def __init__(self, *args: Any, settings: Settings | None = None, **kwargs: Any) -> None:
@@ -222,16 +208,9 @@ class CachedGISTEmbedLoss(_TwoPasses, losses.CachedGISTEmbedLoss):  # type: igno
     def calculate_loss(
         self, reps: Sequence[Sequence[Tensor]], reps_guided: Sequence[Sequence[Tensor]], *, with_backward: bool = False
     ) -> Tensor:
-        """The loss of all chunks, 0-d; with ``with_backward`` it is detached, after its backward pass.
-
-        Args:
-            reps: the chunks' embeddings, (., d) each, of each column.
-            reps_guided: the guide's, likewise.
-            with_backward: whether to fill the embeddings' ``.grad``.
-        """
+        """As ``CachedMultipleNegativesRankingLoss``'s; the guide's embeddings are given as the model's."""
         rows, columns = self._sides(reps)
         row_guide, column_guide = self._sides(reps_guided)
-        how = _with_group(self.settings, self.gather_across_devices and dist.is_available() and dist.is_initialized())
         loss: Tensor = info_nce(
             rows,
             columns[0],
@@ -240,7 +219,7 @@ class CachedGISTEmbedLoss(_TwoPasses, losses.CachedGISTEmbedLoss):  # type: igno
             guide=(row_guide, torch.cat(column_guide)),
             threshold=-self.margin,
             threshold_is=self.margin_strategy,
-            **how,
+            **_with_group(self),
         )
         return _differentiated(loss) if with_backward else loss
 
@@ -294,8 +273,12 @@ def _checked(settings: Any) -> Settings:
     return found
 
 
-def _with_group(settings: Settings, shared: bool) -> Settings:
-    return {**settings, "group": "world" if shared else None}
+def _shared(loss: Any) -> bool:
+    return bool(loss.gather_across_devices and dist.is_available() and dist.is_initialized())
+
+
+def _with_group(loss: Any) -> Settings:
+    return cast(Settings, {**loss.settings, "group": "world" if _shared(loss) else None})
 
 
 def _apart(mode: str | None, documents: int) -> range:

@@ -6,15 +6,12 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from cupy_hosted import hosted
 
 import contrastile
-from contrastile import plan
 from contrastile.backends import choice, registry
 from contrastile.backends.choice import TABLE, choose
 from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError, Options
@@ -22,7 +19,6 @@ from contrastile.comm.communicator import MismatchError
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.schedules import handshake
 from contrastile.verify.facts import limits
-from contrastile.verify.wrapped import around
 
 DTYPES = ("float16", "bfloat16", "float32")
 Machine = Callable[..., None]
@@ -139,36 +135,6 @@ def test_the_precision_of_auto_rounds_no_more_than_float32_does() -> None:
         found = backend.accuracy("float32", min(backend.devices), *options)
         for name, limit in limits(backend.state("float32"), "float32", "ieee").items():
             assert getattr(found, name) <= limit, (backend.name, name)
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The precisions that a backend is given that takes "auto" for "split"."""
-    found: list[str] = []
-    watched = around(registry.load("torch"), lambda lse, *given: found.append(given[-1].precision) or lse(*given))
-    backend = replace(watched, precisions=frozenset(PRECISIONS), auto_precision="split")
-    for module in (plan, choice):
-        monkeypatch.setattr(module, "load", lambda name: backend)
-    return found
-
-
-def eager(image: Any, text: Any, **asked: Any) -> None:
-    contrastile.clip_loss(image, text, 3.0, **asked)
-
-
-def over_ranks(image: Any, text: Any, **asked: Any) -> None:
-    InProcessGroup[None](1).run(lambda comm: eager(image, text, group=comm, **asked))
-
-
-@pytest.mark.parametrize("call", [eager, over_ranks])
-def test_auto_is_settled_before_a_backend_is_called(call: Any, seen: list[str]) -> None:
-    image, text = torch.randn(2, 7, 5)
-    for precision in ("auto", "ieee", "tf32"):
-        call(image, text, precision=precision)
-    call(image, text)
-    # it says nothing to other dtypes
-    call(image.half(), text.half())
-    assert seen == ["split", "ieee", "tf32", "split", "ieee"]
 
 
 def test_ranks_that_would_take_different_backends_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,16 +86,12 @@ def same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
 def test_what_differs_is_another_call(other: str, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     def call(seed: int, different: bool) -> None:
         arrays, what = [*drawn(seed, 5, 5), torch.ones(2)], "what"
+        x, y, z = arrays
+        changed = {"shape": [x[:4], y, z], "dtype": [x, y, z.double()], "none": [x, y, None], "alias": [x, x, z]}
         if different and other == "what":
             what = "other"
-        elif different and other == "shape":
-            arrays[0] = arrays[0][:4]
-        elif different and other == "dtype":
-            arrays[2] = arrays[2].double()
-        elif different and other == "none":
-            arrays[2] = None
-        elif different and other == "alias":
-            arrays[1] = arrays[0]
+        elif different and other in changed:
+            arrays = changed[other]
         elif different and other == "stream":
             monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 8, raising=False)
         elif different:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import contrastile
 import contrastile.backends.torch
@@ -285,6 +286,42 @@ def test_every_block_is_kept_and_gives_the_bits_of_one_that_is_not(name: str, mo
     assert torch.equal(*values)
     assert all(x is y or torch.equal(x, y) for x, y in zip(*found, strict=True))
     assert kept == [True] * blocks + [False] * blocks
+
+
+@pytest.mark.parametrize("frozen", ["", "image", "text", "scale", "no_grad", "inference"])
+def test_only_a_loss_whose_towers_both_learn_keeps_and_hooks_on_what_is_saved_meet_it(
+    frozen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, saved = [], list[int]()
+    watched = around(backend, lambda keeping, *given: asked.append("keeping") or keeping(*given), "keeping")
+    # of a backend that finishes both gradients at once
+    monkeypatch.setattr(plan, "load", lambda name: replace(watched, finished=lambda *given: None))
+    leaves = dict(zip(("image", "text", "scale"), pair(), strict=True))
+    if frozen in leaves:
+        leaves[frozen].requires_grad_(False)
+    mode: Any = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(frozen, torch.enable_grad)
+    with mode(), torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.nbytes) or x.clone(), lambda x: x):
+        contrastile.clip_loss(*leaves.values())
+    keeps = frozen in ("", "scale")
+    assert asked == ["keeping"] * keeps
+    # all logits
+    assert (max(saved, default=0) >= 4 * 37 * 37) == keeps
+
+
+def test_what_is_kept_is_freed_by_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[StorageWeakRef] = []
+
+    def noted(keeping: Any, *given: Any) -> Any:
+        found = keeping(*given)
+        left.append(StorageWeakRef(found.kept.untyped_storage()))
+        return found
+
+    monkeypatch.setattr(plan, "load", lambda name: around(backend, noted, "keeping"))
+    value = contrastile.clip_loss(*(leaves := pair()))
+    assert [each.expired() for each in left] == [False]
+    torch.autograd.grad(value, leaves)
+    # the loss is still there
+    assert left[0].expired()
 
 
 @pytest.mark.parametrize("upstream", [0.0, math.inf, math.nan, 1e-38])

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from launching import PATIENCE
 from primitives import BY_THREADS, waits_in_any_order
@@ -35,15 +34,9 @@ def test_the_default_group_has_two_names_and_one_communicator(group: Any) -> Non
     assert found.deadline == 7
 
 
-def test_a_world_of_one_needs_no_engine(group: Any) -> None:
-    comm = connect(group)
-    x, y = torch.arange(6.0).reshape(2, 3), torch.zeros(2, 3)
-    comm.shift([x], [y]).wait()
-    assert torch.equal(x, y)
-    comm.all_gather(x + 1, y, [2]).wait()
-    assert torch.equal(x + 1, y)
-    assert comm.agree(np.array([5, 6])).tolist() == [[5, 6]]
-    assert comm.tell("λ") == ["λ"]
+@pytest.mark.parametrize("check", BY_THREADS)
+def test_a_world_of_one_needs_no_engine(check: Callable[[Any], None], group: Any) -> None:
+    check(connect(group))
 
 
 def test_without_a_default_group_it_says_what_to_call() -> None:

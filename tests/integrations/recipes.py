@@ -15,6 +15,15 @@ def recipe(section: str) -> dict[str, Any]:
     return defined(SECTIONS[section])
 
 
+def by_lightning(module: Any, inputs: Any, **settings: Any) -> None:
+    """One step of Lightning's trainer on a CPU, without what it writes and prints."""
+    import lightning
+
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, **dict.fromkeys(quiet, False), **settings)
+    trainer.fit(module, Batches([inputs]))
+
+
 class Batches:
     """Batches that a trainer takes as they are."""
 

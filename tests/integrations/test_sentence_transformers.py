@@ -21,6 +21,15 @@ FURTHER = "query_to_query", "doc_to_query", "doc_to_doc"
 MODES = None, "in_batch_negatives", "hard_negatives", "all_negatives"
 
 
+def libraries() -> tuple[Any, Any]:
+    """The library's losses and ours: its import takes seconds."""
+    from sentence_transformers.sentence_transformer import losses
+
+    from contrastile.integrations import sentence_transformers as ours
+
+    return losses, ours
+
+
 def settings() -> Iterator[dict[str, Any]]:
     """Every choice that the library offers beside the similarity."""
     for many in range(len(FURTHER) + 1):
@@ -38,10 +47,8 @@ def settings() -> Iterator[dict[str, Any]]:
 
 def test_every_choice_of_directions_partition_and_hardness_is_the_library_s() -> None:
     from sentence_transformers import util
-    from sentence_transformers.sentence_transformer import losses
 
-    from contrastile.integrations import sentence_transformers as ours
-
+    losses, ours = libraries()
     drawn = torch.randn(4 * ROWS, DIMENSION, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     given = list((1.5 * nn.functional.normalize(drawn, dim=1)).split(ROWS))
     tried = 0
@@ -97,10 +104,8 @@ def compared(pairs: list[tuple[Any, Any]], scale: float, name: str = "") -> None
 
 def test_inside_the_library_s_wrappers_they_are_its_own_losses() -> None:
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer import losses
 
-    from contrastile.integrations import sentence_transformers as ours
-
+    losses, ours = libraries()
     for name, make in wrappers().items():
         models = [encoder(SentenceTransformer, 3) for _ in range(2)]
         pairs = [(model, make(model, library)) for model, library in zip(models, (losses, ours), strict=True)]
@@ -123,8 +128,7 @@ def test_splade_takes_it() -> None:
 
 
 def test_the_recipe_trains_a_transformer(tmp_path: Path) -> None:
-    from contrastile.integrations import sentence_transformers as ours
-
+    _, ours = libraries()
     model = tiny_models.sentences(tmp_path)
     letters = [" ".join(string.ascii_lowercase[i : i + 1 + i % 3]) for i in range(3 * ROWS)]
     texts = [model.preprocess(letters[i * ROWS : (i + 1) * ROWS]) for i in range(3)]
@@ -147,8 +151,7 @@ class Seen(nn.Linear):
 
 @pytest.mark.parametrize("around", ["forward", "both"])
 def test_both_passes_of_the_cached_loss_have_the_autocast_of_the_first(around: str) -> None:
-    from contrastile.integrations import sentence_transformers as ours
-
+    _, ours = libraries()
     seen = Seen(DIMENSION, DIMENSION)
     loss = ours.CachedMultipleNegativesRankingLoss(nn.Sequential(seen), mini_batch_size=3)
     x = torch.randn(2, ROWS, DIMENSION, generator=torch.Generator().manual_seed(3))
@@ -166,10 +169,7 @@ def test_both_passes_of_the_cached_loss_have_the_autocast_of_the_first(around: s
 
 @pytest.mark.parametrize("choice", [*itertools.product((False, True), (False, True), (0.0, 0.05), (2, 3))])
 def test_gist_is_the_library_s(choice: tuple[bool, bool, float, int]) -> None:
-    from sentence_transformers.sentence_transformer import losses
-
-    from contrastile.integrations import sentence_transformers as ours
-
+    losses, ours = libraries()
     anchors, positives, margin, many = choice
     drawn = torch.Generator().manual_seed(many)
     first = torch.randn(2, ROWS, DIMENSION, dtype=torch.float64, generator=drawn)

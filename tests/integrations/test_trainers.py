@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from launching import launch
-from recipes import SECTIONS, Batches, recipe
+from recipes import SECTIONS, by_lightning, recipe
 from torch import Tensor, nn
 
 import contrastile
@@ -47,12 +47,11 @@ def cached(chunk: int) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("manual", [False, True])
-def test_lightning_steps_with_cached_gradients(manual: bool) -> None:
+def test_lightning_steps_with_cached_gradients() -> None:
     import lightning
 
     model, found = Towers(), []
-    module = recipe("Lightning")["CachedOnSeveral" if manual else "Cached"](model, 4)
+    module = recipe("Lightning")["Cached"](model, 4)
 
     class Keep(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -65,9 +64,7 @@ def test_lightning_steps_with_cached_gradients(manual: bool) -> None:
             torch.manual_seed(2)
 
     module.configure_optimizers = lambda: Keep(model.parameters(), lr=0.0)
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, callbacks=[Seed()], **dict.fromkeys(quiet, False))
-    trainer.fit(module, Batches([inputs()]))
+    by_lightning(module, inputs(), callbacks=[Seed()])
     expected = cached(4)
     assert len(found) == len(expected)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
@@ -81,19 +78,15 @@ class Named(Towers):
         return dict(zip(("image_features", "text_features", "logit_scale"), found, strict=True))
 
 
-def test_open_clip_s_loop_in_the_open() -> None:
-    model = Named()
+def test_open_clip_s_loop_in_the_open_and_a_call_by_names() -> None:
+    model, chunked, (images, texts) = Named(), ChunkedModel(Named(), 4), inputs()
     torch.manual_seed(2)
-    recipe("open_clip")["step"](model, *inputs(), contrastile.nn.ClipLoss())
+    recipe("open_clip")["step"](model, images, texts, contrastile.nn.ClipLoss())
+    torch.manual_seed(2)
+    contrastile.nn.ClipLoss()(**chunked(images, text=texts)).backward()
     # a chunk of 256 is the whole batch
-    assert all(torch.equal(p.grad, x) for p, x in zip(model.parameters(), cached(13), strict=True))
-
-
-def test_open_clip_s_model_in_chunks_is_called_by_names() -> None:
-    model, (images, texts) = ChunkedModel(Named(), 4), inputs()
-    torch.manual_seed(2)
-    contrastile.nn.ClipLoss()(**model(images, text=texts)).backward()
-    assert all(torch.equal(p.grad, x) for p, x in zip(model.parameters(), cached(4), strict=True))
+    for each, chunk in ((model, 13), (chunked, 4)):
+        assert all(torch.equal(p.grad, x) for p, x in zip(each.parameters(), cached(chunk), strict=True))
 
 
 def test_open_clip_s_losses_are_replaced_and_the_others_named(

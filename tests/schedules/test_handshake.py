@@ -77,10 +77,6 @@ WRONG: dict[str, tuple[Callable[[int, Any], Any], str]] = {
         lambda rank, comm: clip(rank, comm, exchange="star" if rank == 1 else "ring"),
         "rank 1: exchange must be one of auto, ring, gather, replicate, local, got 'star'",
     ),
-    "no reduction": (
-        lambda rank, comm: clip(rank, comm, parameter_reduction="max" if rank == 1 else "mean"),
-        "rank 1: parameter_reduction must be one of mean, sum, got 'max'",
-    ),
 }
 
 

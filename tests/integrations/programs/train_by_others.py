@@ -14,12 +14,13 @@ sys.path.extend(str(Path(__file__).resolve().parents[2] / x) for x in (".", "int
 import accelerate
 import gather_across_devices
 import lightning
+import recipes
 import torch
 import torch.distributed as dist
 import train_towers
 from chunked_graphs import worst
 from engines import say
-from recipes import Batches, recipe
+from recipes import recipe
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from train_towers import CHUNK, Towers, calls, counted
@@ -45,16 +46,8 @@ def by_lightning(pair: nn.Module, inputs: Any) -> None:
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             counted(trainer.strategy.model)
 
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy="ddp",
-        max_epochs=1,
-        **dict.fromkeys(quiet, False),
-        callbacks=[Counting()],
-    )
-    trainer.fit(module, Batches([inputs]))
+    how = {"devices": dist.get_world_size(), "strategy": "ddp", "callbacks": [Counting()]}
+    recipes.by_lightning(module, inputs, **how)
 
 
 def by_accelerate(pair: nn.Module, inputs: Any) -> None:

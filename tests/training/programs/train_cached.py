@@ -57,22 +57,25 @@ def divided(model: nn.Module, by: float) -> nn.Module:
     return model
 
 
+def stepped(model: nn.Module, encode: Any, inputs: Any, *, times: int = 1, **how: Any) -> nn.Module:
+    """A model after cached steps; the second comes after DDP has rebuilt its buckets and broadcast its buffers."""
+    for _ in range(times):
+        calls.clear()
+        model.zero_grad()
+        training.cached_step(encode, inputs, clip, chunk=CHUNK, **how)
+    return model
+
+
 def together(inputs: Any) -> nn.Module:
     """One module for both towers, whose forward gives the scale too."""
     model = ddp(Towers())
-    training.cached_step(model, inputs, clip, chunk=CHUNK)
-    return model
+    return stepped(model, model, inputs)
 
 
 def apart(inputs: Any, **settings: Any) -> nn.Module:
     """One module that is called for each tower, and the scale from outside of its forward."""
     model = ddp(Dispatching(), **settings)
-    # the second step comes after DDP has rebuilt its buckets and broadcast its buffers
-    for _ in range(2):
-        calls.clear()
-        model.zero_grad()
-        training.cached_step(towers(model), inputs, clip, scale=scale_of(model), chunk=CHUNK)
-    return model
+    return stepped(model, towers(model), inputs, times=2, scale=scale_of(model))
 
 
 def through_loss(inputs: Any) -> nn.Module:
@@ -95,9 +98,7 @@ def by_hand_apart(inputs: Any) -> nn.Module:
 def one_each(inputs: Any) -> nn.Module:
     """A module for each tower."""
     model = Towers()
-    pair = ddp(model.image), ddp(model.text)
-    training.cached_step(pair, inputs, clip, scale=scale_of(model), chunk=CHUNK)
-    return model
+    return stepped(model, (ddp(model.image), ddp(model.text)), inputs, scale=scale_of(model))
 
 
 def later(inputs: Any) -> nn.Module:
@@ -112,27 +113,25 @@ def later(inputs: Any) -> nn.Module:
     return divided(model, 2)
 
 
+class Wider(Towers):
+    """A parameter of these is used by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+
 def unused(inputs: Any) -> nn.Module:
-    module = Towers()
-    module.extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    model = ddp(module, find_unused_parameters=True)
-    training.cached_step(model, inputs, clip, chunk=CHUNK)
-    assert module.extra.grad is None
+    model = ddp(Wider(), find_unused_parameters=True)
+    stepped(model, model, inputs)
+    assert model.module.extra.grad is None
     return model
 
 
 def unused_outside(inputs: Any) -> nn.Module:
     """DDP looks for unused parameters, and the scale is none that the last forward uses."""
     model = ddp(Towers(), find_unused_parameters=True)
-
-    def features(image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-        return model(image, text)[:2]
-
-    for _ in range(2):
-        calls.clear()
-        model.zero_grad()
-        training.cached_step(features, inputs, clip, scale=scale_of(model), chunk=CHUNK)
-    return model
+    return stepped(model, lambda *x: model(*x)[:2], inputs, times=2, scale=scale_of(model))
 
 
 class Ending(Towers):
@@ -146,18 +145,8 @@ class Ending(Towers):
 def last_frozen(inputs: Any) -> nn.Module:
     """DDP looks for unused parameters, and finds none in the last chunk; a rank without samples has no other chunk."""
     model = ddp(Ending(), find_unused_parameters=True)
-    for _ in range(2):
-        calls.clear()
-        model.zero_grad()
-        training.cached_step(
-            model,
-            inputs,
-            clip,
-            scale=scale_of(model),
-            chunk=CHUNK,
-            split=lambda x, size: [*x.split(size), x[:0]],
-        )
-    return model
+    how = {"scale": scale_of(model), "split": lambda x, size: [*x.split(size), x[:0]]}
+    return stepped(model, model, inputs, times=2, **how)
 
 
 TRAINERS: dict[str, Callable[[Any], nn.Module]] = {
@@ -274,9 +263,7 @@ class Forgetful(Towers):
 
 def late_refusals(inputs: Any) -> Iterator[str]:
     """What shows in the last chunk: DDP would not reduce, FSDP2 would reduce nothing, a tower is nobody's."""
-    unused = Towers()
-    unused.extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    model = ddp(unused)
+    model = ddp(Wider())
     with model.no_sync():
         training.cached_step(model, inputs, clip, chunk=CHUNK)
     forgetful: Any = Forgetful()
@@ -304,27 +291,17 @@ def restored(inputs: Any) -> str:
     models: tuple[Any, Any] = ddp(Towers()), train_towers.fsdp()
     assert all(flags(*models))
     for model in models:
-        failing = Failing(model)
-        try:
-            training.cached_step(failing, inputs, clip, chunk=CHUNK)
-        except OSError:
-            assert all(flags(*models))
-        else:
-            return "nothing raised"
+        step = functools.partial(training.cached_step, functools.partial(failing, model), inputs, clip, chunk=CHUNK)
+        assert refusal(OSError, step) == "failed"
+        assert all(flags(*models))
     return f"{len(flags(*models))} flags"
 
 
-class Failing(nn.Module):
+def failing(model: nn.Module, *x: Tensor) -> Any:
     """Raises at the first chunk of the second pass."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *x: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise OSError
-        return self.model(*x)
+    if torch.is_grad_enabled():
+        raise OSError("failed")
+    return model(*x)
 
 
 def main() -> None:
