@@ -115,7 +115,7 @@ def _plan(
 ) -> Plan:
     """The plan that a caller's ``settings_of`` came from."""
     kind, match, margin, smoothing, backend, tile_rows, tile_columns, precision, workspace = settings
-    form = Problem(rows, (), scale, None, None, kind, match=match, margin=margin, smoothing=smoothing)
+    form = Problem(rows, (), scale, None, None, kind=kind, match=match, margin=margin, smoothing=smoothing)
     options = Options((tile_rows, tile_columns) if tile_rows else None, precision, workspace)
     return Plan(form.with_arrays((rows, scale, bias, *vectors, *columns)), backend, options, library_of(rows))
 
@@ -241,7 +241,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 def _backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     wants = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1], ctx.needs_input_grad[2], ctx.needs_input_grad[3]]
     state, (rows, scale, _, *others) = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-    vectors, columns = others[:VECTORS], others[VECTORS:]
+    vectors, columns = others[: len(VECTORS)], others[len(VECTORS) :]
     given = one_upstream(upstream), state, rows, columns, scale, vectors
     d_rows, d_columns, *numbers = gradients(*given, *ctx.settings, wants)
     of_rows, *of_columns, of_scale, of_bias = only(wants, [d_rows, *d_columns, *numbers])
