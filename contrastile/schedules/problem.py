@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from operator import attrgetter
 from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary, transfer
@@ -127,8 +126,8 @@ class Problem:
     @property
     def vectors(self) -> tuple[Array | None, ...]:
         """The weights, targets, pairs and the guide's features, which are matrices; None for what is absent."""
-        found: tuple[Array | None, ...] = _VECTORS(self)
-        return found
+        # a compiler can trace no attrgetter
+        return tuple([getattr(self, name) for name in VECTORS])
 
     @property
     def marks(self) -> tuple[Array | None, ...]:
@@ -206,8 +205,6 @@ VECTORS = tuple(each.name for each in fields(Problem))[3:16]
 
 OF_COLUMNS = frozenset(name for name in VECTORS if name.startswith("column_"))
 """Those that have an element for each column; all others have one for each row."""
-
-_VECTORS = attrgetter(*VECTORS)
 
 
 def marks_of(marks: Sequence[Array | None], where: slice) -> tuple[Array | None, ...]:
