@@ -126,8 +126,11 @@ class Problem:
     @property
     def vectors(self) -> tuple[Array | None, ...]:
         """The weights, targets, pairs and the guide's features, which are matrices; None for what is absent."""
-        # a compiler can trace no attrgetter
-        return tuple([getattr(self, name) for name in VECTORS])
+        # read several times in a step: by name they take four times as long
+        weights = self.row_weight, self.row_target, self.column_weight, self.column_target
+        pairs = self.positives, self.excluded, self.row_ids, self.column_ids
+        limits = self.row_limits, self.column_limits, self.row_guide, self.column_guide
+        return *weights, *pairs, *limits, self.own_counts
 
     @property
     def marks(self) -> tuple[Array | None, ...]:
