@@ -186,10 +186,10 @@ def problem_loss(
             if both is not None:
                 return both
         if problem.kind != "sigmoid":
-            found: local.Forward = module.forward(problem, backend, options, wanted=wanted)
+            found: local.Forward = module.forward(problem, local.Work(backend, options), wanted=wanted)
             value = found.loss if problem.smoothing is None else beside.value(problem, found.loss, backend.arrays)
             return value, found.state
-        value, sums = module.sigmoid(problem, wanted, backend, options)
+        value, sums = module.sigmoid(problem, wanted, local.Work(backend, options))
         return value, () if sums is None else sums.state
 
 
@@ -230,7 +230,8 @@ def problem_gradients(
         one = arrays.full((), 1.0, arrays.dtype(scale), scale) if upstream is None else upstream
         if problem.kind != "sigmoid":
             saved = local.Forward.of(state)
-            found: local.Gradients = _module(problem).backward(problem, saved, one, wanted, backend, options)
+            work = local.Work(backend, options)
+            found: local.Gradients = _module(problem).backward(problem, saved, one, wanted, work)
             if problem.margin is None and problem.smoothing is None:
                 return found
             return beside.gradients(problem, saved, one, wanted, found, arrays)
