@@ -138,8 +138,8 @@ def computed(n: int, exchange: str) -> list[tuple[list[int], Any]]:
         backend, areas = measured(NUMPY)
         counting = Counting(comm)
         problem = materialise(parts.part(comm.rank, placement(counting, parts, exchange)), NUMPY, "float64")  # type: ignore[arg-type]
-        _, state = compute.problem_loss(problem, backend, Options())
-        compute.problem_gradients(problem, state, np.asarray(1.0), Wanted(True, ()), backend, Options())
+        _, state = compute.problem_loss(problem, Work(backend, Options()))
+        compute.problem_gradients(problem, state, np.asarray(1.0), Wanted(True, ()), Work(backend, Options()))
         return areas, counting.count
 
     return InProcessGroup[tuple[list[int], Any]](n).run(program)
