@@ -7,15 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from contrastile.backends.contract import (
-    Block,
-    ColumnForm,
-    Finished,
-    Options,
-    Pairs,
-    SideStatistics,
-    Statistics,
-)
+from contrastile.backends.contract import Block, ColumnForm, Finished, Options, Pairs, SideStatistics, Statistics
 from contrastile.backends.settings import workspace_bytes
 
 _PARTIALS_MIB = 64
