@@ -57,7 +57,7 @@ def loss(plan: Plan, wanted: local.Wanted | None = None) -> Found:
         )
         return replicate.own_value(plan.problem, value), *whole.for_gradients().arrays(), *state
     with native(plan.problem, library, backend) as inside:
-        value, left = problem_loss(inside, backend, plan.options, wanted)
+        value, left = problem_loss(inside, local.Work(backend, plan.options), wanted)
         return tuple(transfer(x, backend.arrays, library) for x in (value, *left))
 
 
@@ -95,9 +95,8 @@ def gradients(plan: Plan, state: Found, upstream: Any, wanted: local.Wanted) -> 
             for x in state
         ]
         factor = transfer(upstream, library, backend.arrays)
-        found = returned(
-            problem_gradients(inside, given, factor, wanted, backend, plan.options), problem, backend.arrays, library
-        )
+        work = local.Work(backend, plan.options)
+        found = returned(problem_gradients(inside, given, factor, wanted, work), problem, backend.arrays, library)
         return found.rows, found.scale, found.bias, *found.columns
 
 
@@ -160,15 +159,12 @@ def _module(problem: Problem) -> ModuleType:
     return {"ring": ring, "gather": gather}[problem.placement.exchange]
 
 
-def problem_loss(
-    problem: Problem, backend: Backend, options: Options, wanted: local.Wanted | None = None
-) -> tuple[Array, local.State]:
+def problem_loss(problem: Problem, work: local.Work, wanted: local.Wanted | None = None) -> tuple[Array, local.State]:
     """The loss of a problem, 0-d, or its statistics, and what its gradients need.
 
     Args:
         problem: in the backend's library.
-        backend: computes its blocks.
-        options: how.
+        work: computes its blocks.
         wanted: the gradients that will be asked for, None for none: then a sigmoid loss leaves nothing for them, and no
             backend keeps anything.
 
@@ -176,7 +172,7 @@ def problem_loss(
         UnsupportedProblemError: the backend refuses one of the blocks.
         ExchangeError: a rank did not answer within the deadline.
     """
-    placement, module = problem.placement, _module(problem)
+    (backend, options), placement, module = work, problem.placement, _module(problem)
     with _ALONE if placement is None else phase(placement):
         if placement is not None:
             problem = scalars.compared(problem, backend.arrays)
@@ -186,20 +182,15 @@ def problem_loss(
             if both is not None:
                 return both
         if problem.kind != "sigmoid":
-            found: local.Forward = module.forward(problem, backend, options, wanted=wanted)
+            found: local.Forward = module.forward(problem, work, wanted=wanted)
             value = found.loss if problem.smoothing is None else beside.value(problem, found.loss, backend.arrays)
             return value, found.state
-        value, sums = module.sigmoid(problem, wanted, backend, options)
+        value, sums = module.sigmoid(problem, wanted, work)
         return value, () if sums is None else sums.state
 
 
 def problem_gradients(
-    problem: Problem,
-    state: local.State,
-    upstream: Array | None,
-    wanted: local.Wanted,
-    backend: Backend,
-    options: Options,
+    problem: Problem, state: local.State, upstream: Array | None, wanted: local.Wanted, work: local.Work
 ) -> local.Gradients:
     """Gradients of ``upstream * loss`` of a problem.
 
@@ -208,13 +199,13 @@ def problem_gradients(
         state: what ``problem_loss`` left.
         upstream: 0-d, state dtype. None is 1, and lets the state be consumed. Of the statistics: their bars.
         wanted: which gradients to give; of a sigmoid loss at most those that ``problem_loss`` was told.
-        backend: computed the loss.
-        options: how.
+        work: computed the loss.
 
     Raises:
         ExchangeError: a rank did not answer within the deadline.
     """
-    placement, arrays, rows, scale = problem.placement, backend.arrays, problem.rows, problem.scale
+    backend, placement, rows, scale = work.backend, problem.placement, problem.rows, problem.scale
+    arrays = backend.arrays
     with _ALONE if placement is None else phase(placement, wanted):
         if problem.kind == STATISTICS:
             problem, upstream = problem.with_bars(upstream), None
@@ -224,13 +215,13 @@ def problem_gradients(
             if whole is not None:
                 d_rows, d_scale, d_bias, *columns = whole
                 return local.Gradients(d_rows, tuple(columns[: len(problem.columns)]), d_scale, d_bias)
-            state = problem_loss(replace(problem, whole=None), backend, options, wanted)[1]
+            state = problem_loss(replace(problem, whole=None), work, wanted)[1]
         if problem.kind == "sigmoid" and placement is None and problem.blocking is None:
             return local.gradients_from_sums(rows, scale, local.Sums.of(state), upstream, wanted, arrays)
         one = arrays.full((), 1.0, arrays.dtype(scale), scale) if upstream is None else upstream
         if problem.kind != "sigmoid":
             saved = local.Forward.of(state)
-            found: local.Gradients = _module(problem).backward(problem, saved, one, wanted, backend, options)
+            found: local.Gradients = _module(problem).backward(problem, saved, one, wanted, work)
             if problem.margin is None and problem.smoothing is None:
                 return found
             return beside.gradients(problem, saved, one, wanted, found, arrays)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, ClassVar, SupportsIndex, Unpack
 
 from contrastile.backends.registry import require
 from contrastile.evaluation import evaluate
+from contrastile.losses import clip_loss
 from contrastile.plan import DEFAULTS, Settings, complete
 from contrastile.problems import BUILDERS, LossProblem
 from contrastile.schedules.handshake import Handshake
@@ -19,15 +21,7 @@ except ModuleNotFoundError:
     raise
 
 
-_USUAL: dict[str, Any] = {
-    "ids_are": "false_negatives",
-    "sum_positives": "outside",
-    "label_smoothing": 0.0,
-    "threshold": None,
-    "threshold_is": "absolute",
-    "margin": 0.0,
-    **DEFAULTS,
-}
+_USUAL = {name: each.default for name, each in signature(clip_loss).parameters.items()} | DEFAULTS
 
 
 class _Loss(torch.nn.Module):

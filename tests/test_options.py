@@ -15,6 +15,7 @@ from contrastile import compute, problems
 from contrastile.autograd.prepared import CALLS, MOST
 from contrastile.backends.contract import Options, UnsupportedProblemError
 from contrastile.backends.registry import load
+from contrastile.schedules.local import Work
 
 B, N, WIDTH = 23, 31, 12
 draw = torch.Generator().manual_seed(0)
@@ -70,10 +71,10 @@ def test_value_and_grad_of_sup_con_with_keys_has_the_gradients_of_its_own_argume
 def test_a_backend_that_knows_no_limits_is_given_none() -> None:
     problem = problems.clip(IMAGE, TEXT, 2.0, threshold=0.1).problem
     with pytest.raises(UnsupportedProblemError, match="limits and thresholds must be None"):
-        compute.problem_loss(problem, replace(load("torch"), limits=False), Options())
+        compute.problem_loss(problem, Work(replace(load("torch"), limits=False), Options()))
     problem = problems.clip(IMAGE, TEXT, 2.0, guide=GUIDE).problem
     with pytest.raises(UnsupportedProblemError, match="guide must be None, got one; name another backend"):
-        compute.problem_loss(problem, replace(load("torch"), guides=False), Options())
+        compute.problem_loss(problem, Work(replace(load("torch"), guides=False), Options()))
 
 
 def test_few_signatures_are_held_and_threads_may_ask_at_once() -> None:

@@ -5,12 +5,10 @@ that differentiating twice is refused instead of taking what was saved for const
 and texts, of which it makes the plan, and always gives tensors: an empty one of four dimensions for None.
 """
 
-# ruff: noqa: UP006, UP035
-# torch 2.6 reads an operator's schema from its annotations, and knows List there, not list
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, List, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -81,7 +79,7 @@ def every(problem: Problem) -> list[bool]:
     return [*[True] * (2 + len(problem.columns)), problem.kind == "sigmoid"]
 
 
-def called(plan: Plan, wants: Sequence[bool]) -> tuple[Tensor, List[Tensor]]:
+def called(plan: Plan, wants: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
     """The first operator of a plan."""
     problem = plan.problem
     given = problem.rows, problem.columns, problem.scale, problem.bias, problem.vectors
@@ -115,7 +113,7 @@ def _plan(
 ) -> Plan:
     """The plan that a caller's ``settings_of`` came from."""
     kind, match, margin, smoothing, backend, tile_rows, tile_columns, precision, workspace = settings
-    form = Problem(rows, (), scale, None, None, kind, match=match, margin=margin, smoothing=smoothing)
+    form = Problem(rows, (), scale, None, None, kind=kind, match=match, margin=margin, smoothing=smoothing)
     options = Options((tile_rows, tile_columns) if tile_rows else None, precision, workspace)
     return Plan(form.with_arrays((rows, scale, bias, *vectors, *columns)), backend, options, library_of(rows))
 
@@ -125,57 +123,39 @@ def _wanted(wants: Sequence[bool]) -> local.Wanted:
     return local.Wanted(rows, tuple(columns), scale, bias)
 
 
-@torch.library.custom_op("contrastile::loss", mutates_args=())
-def loss(
-    rows: Tensor,
-    columns: Sequence[Tensor],
-    scale: Tensor,
-    bias: Tensor | None,
-    vectors: Sequence[Tensor | None],
-    kind: str,
-    match: str,
-    margin: float | None,
-    smoothing: float | None,
-    backend: str,
-    tile_rows: int,
-    tile_columns: int,
-    precision: str,
-    workspace: int | None,
-    wants: Sequence[bool],
-) -> tuple[Tensor, List[Tensor]]:
+_SETTINGS = (
+    "str kind, str match, float? margin, float? smoothing, str backend, SymInt tile_rows, SymInt tile_columns, "
+    "str precision, SymInt? workspace, bool[] wants"
+)
+_LOSS = (
+    f"(Tensor rows, Tensor[] columns, Tensor scale, Tensor? bias, Tensor?[] vectors, {_SETTINGS}) -> (Tensor, Tensor[])"
+)
+_GRADIENTS = (
+    f"(Tensor upstream, Tensor[] state, Tensor rows, Tensor[] columns, Tensor scale, Tensor?[] vectors, {_SETTINGS}) "
+    "-> (Tensor, Tensor[], Tensor, Tensor)"
+)
+
+
+@torch.library.custom_op("contrastile::loss", mutates_args=(), schema=_LOSS)
+def loss(rows: Tensor, columns: Sequence[Tensor], scale: Tensor, *others: Any) -> tuple[Tensor, list[Tensor]]:
     """The loss and what its gradients need: ``LSES``, or of a sigmoid loss the sums of those that are wanted.
 
     Nothing is kept: how much that is depends on the GPU, and a graph must know every size. Nor is anything replayed:
     what calls it may have graphs and memory pools of its own.
     """
-    settings = kind, match, margin, smoothing, backend, tile_rows, tile_columns, precision, workspace
-    plan = _plan(rows, columns, scale, bias, vectors, settings)
+    bias, vectors, kind, *settings, wants = others
+    plan = _plan(rows, columns, scale, bias, vectors, (kind, *settings))
     sums = kind == "sigmoid" and any(wants)
     value, *state = filled(compute.loss(plan, _wanted(wants) if sums else None), scale)
     return value, state[:LSES] if kind != "sigmoid" else state
 
 
-@torch.library.custom_op("contrastile::gradients", mutates_args=())
+@torch.library.custom_op("contrastile::gradients", mutates_args=(), schema=_GRADIENTS)
 def gradients(
-    upstream: Tensor,
-    state: Sequence[Tensor],
-    rows: Tensor,
-    columns: Sequence[Tensor],
-    scale: Tensor,
-    vectors: Sequence[Tensor | None],
-    kind: str,
-    match: str,
-    margin: float | None,
-    smoothing: float | None,
-    backend: str,
-    tile_rows: int,
-    tile_columns: int,
-    precision: str,
-    workspace: int | None,
-    wants: Sequence[bool],
-) -> tuple[Tensor, List[Tensor], Tensor, Tensor]:
+    upstream: Tensor, state: Sequence[Tensor], rows: Tensor, columns: Sequence[Tensor], scale: Tensor, *others: Any
+) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     """Gradients of ``upstream * loss`` for the rows, each column block, the scale and the bias."""
-    settings = kind, match, margin, smoothing, backend, tile_rows, tile_columns, precision, workspace
+    vectors, *settings, wants = others
     plan = _plan(rows, columns, scale, None, vectors, settings)
     found = compute.gradients(plan, restored(state), upstream, _wanted(wants))
     d_rows, d_scale, d_bias, *d_columns = filled(found, scale)
@@ -183,16 +163,8 @@ def gradients(
 
 
 @loss.register_fake
-def _fake_loss(
-    rows: Tensor,
-    columns: Sequence[Tensor],
-    scale: Tensor,
-    bias: Tensor | None,
-    vectors: Sequence[Tensor | None],
-    kind: str,
-    *settings: Any,
-) -> tuple[Tensor, List[Tensor]]:
-    wants = settings[-1]
+def _fake_loss(rows: Tensor, columns: Sequence[Tensor], scale: Tensor, *others: Any) -> tuple[Tensor, list[Tensor]]:
+    _, vectors, kind, *settings, wants = others
     state: list[Tensor | None] = []
     of_columns = None if vectors[2] is None else sum(x.shape[0] for x in columns)
     if kind != "sigmoid":
@@ -201,9 +173,9 @@ def _fake_loss(
         for count in (rows.shape[0], rows.shape[0], of_columns, of_columns):
             state.append(None if count is None else scale.new_empty((count, *pairs), dtype=torch.float64))
     elif any(wants):
-        first, *others, of_scale, _ = wants
+        first, *of_blocks, of_scale, _ = wants
         state = [torch.empty_like(scale), scale.new_empty(rows.shape) if first or of_scale else None]
-        state += [scale.new_empty(x.shape) if want else None for x, want in zip(columns, others, strict=True)]
+        state += [scale.new_empty(x.shape) if want else None for x, want in zip(columns, of_blocks, strict=True)]
     value = torch.empty_like(scale)
     if kind == STATISTICS:
         value = scale.new_empty((3, rows.shape[0] + (of_columns or 0)), dtype=torch.float64)
@@ -212,18 +184,12 @@ def _fake_loss(
 
 @gradients.register_fake
 def _fake_gradients(
-    upstream: Tensor,
-    state: Sequence[Tensor],
-    rows: Tensor,
-    columns: Sequence[Tensor],
-    scale: Tensor,
-    vectors: Sequence[Tensor | None],
-    kind: str,
-    *settings: Any,
-) -> tuple[Tensor, List[Tensor], Tensor, Tensor]:
+    upstream: Tensor, state: Sequence[Tensor], rows: Tensor, columns: Sequence[Tensor], scale: Tensor, *others: Any
+) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    _, kind, *_, wants = others
     # contiguous, whatever the features' strides are
     shapes = [x.shape for x in (rows, *(columns if kind != "sigmoid" else state[2:]))]
-    *features, of_scale, of_bias = settings[-1]
+    *features, of_scale, of_bias = wants
     found = [rows.new_empty(shape) if want else None for shape, want in zip(shapes, features, strict=True)]
     numbers = [torch.empty_like(scale) if want else None for want in (of_scale, of_bias)]
     d_rows, *d_columns, d_scale, d_bias = filled([*found, *numbers], scale)
@@ -241,7 +207,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 def _backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     wants = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1], ctx.needs_input_grad[2], ctx.needs_input_grad[3]]
     state, (rows, scale, _, *others) = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-    vectors, columns = others[:VECTORS], others[VECTORS:]
+    vectors, columns = others[: len(VECTORS)], others[len(VECTORS) :]
     given = one_upstream(upstream), state, rows, columns, scale, vectors
     d_rows, d_columns, *numbers = gradients(*given, *ctx.settings, wants)
     of_rows, *of_columns, of_scale, of_bias = only(wants, [d_rows, *d_columns, *numbers])

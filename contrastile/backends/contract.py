@@ -96,6 +96,11 @@ class Pairs:
     column_guide: Array | None = None
 
     @property
+    def of_ids(self) -> Match | None:
+        """What equal ids mean; None without ids."""
+        return None if self.row_ids is None or self.column_ids is None else self.match
+
+    @property
     def limited(self) -> bool:
         """Whether the rows or the columns have limits."""
         return self.row_limits is not None or self.column_limits is not None

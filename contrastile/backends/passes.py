@@ -5,19 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from contrastile.backends.contract import (
-    Block,
-    ColumnForm,
-    Finished,
-    Match,
-    Options,
-    Pairs,
-    SideStatistics,
-    Statistics,
-)
+from contrastile.backends.contract import Block, ColumnForm, Finished, Options, Pairs, SideStatistics, Statistics
 from contrastile.backends.settings import workspace_bytes
 
 _PARTIALS_MIB = 64
@@ -147,36 +137,15 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@dataclass(frozen=True, slots=True)
-class PairVectors:
-    """The vectors that say which pairs of a block count, contiguous; each may be None.
+def contiguous_pairs(pairs: Pairs, contiguous: Callable[[Any], Any]) -> Pairs:
+    """The pairs of contiguous vectors, without a guide; no index names positives where ids do.
 
-    Attributes:
-        positives: (m,) int64; None with match = "target", where ids name the positives.
-        excluded: (m,) int64.
-        row_ids: (m,) int64.
-        column_ids: (n,) int64.
-        match: what equal ids mean; None without ids.
-        row_limits: (m,) state dtype.
-        column_limits: (n,) state dtype.
+    ``contiguous`` closes the gaps of an array.
     """
-
-    positives: Any
-    excluded: Any
-    row_ids: Any
-    column_ids: Any
-    match: Match | None
-    row_limits: Any
-    column_limits: Any
-
-    @staticmethod
-    def of(pairs: Pairs, contiguous: Callable[[Any], Any]) -> PairVectors:
-        """The vectors of a block's pairs; ``contiguous`` closes the gaps of an array."""
-        ids = pairs.row_ids is not None and pairs.column_ids is not None
-        positives = pairs.positives if pairs.match == "drop" else None
-        given = positives, pairs.excluded, pairs.row_ids, pairs.column_ids, pairs.row_limits, pairs.column_limits
-        named, excluded, row_ids, column_ids, *limits = (None if x is None else contiguous(x) for x in given)
-        return PairVectors(named, excluded, row_ids, column_ids, pairs.match if ids else None, *limits)
+    positives = pairs.positives if pairs.match == "drop" else None
+    given = positives, pairs.excluded, pairs.row_ids, pairs.column_ids, pairs.row_limits, pairs.column_limits
+    named, excluded, row_ids, column_ids, *limits = (None if x is None else contiguous(x) for x in given)
+    return Pairs(named, excluded, row_ids, column_ids, pairs.match, *limits)
 
 
 @contextmanager

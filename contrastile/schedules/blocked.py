@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary, library_of, transfer
-from contrastile.backends.contract import Array, Backend, Block, Options, SideStatistics, Weights
+from contrastile.backends.contract import Array, Backend, Block, SideStatistics, Weights
 from contrastile.schedules import local, triangle
 from contrastile.schedules.problem import Blocking, Problem, marks_of
 
@@ -274,21 +274,20 @@ class _Sums:
 
 
 @local.ieee
-def forward(
-    problem: Problem, backend: Backend, options: Options, *, wanted: local.Wanted | None = None
-) -> local.Forward:
+def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The softmax loss and its log-sum-exps, on the device: see ``local.forward``."""
+    backend, options = work
     blocks = _blocks(problem, backend)
     if _single(problem):
         alone = local.forward if problem.columns else triangle.forward
-        return alone(_fetched(blocks, problem), backend, options, wanted=wanted)
+        return alone(_fetched(blocks, problem), work, wanted=wanted)
     arrays, two_sided, itself = backend.arrays, problem.column_weight is not None, not problem.columns
     rows: dict[int, SideStatistics] = {}
     columns: dict[int, SideStatistics] = rows if itself else {}
     for staged in blocks.staged(problem):
         if staged.within is not None:
-            whole, most = slice(0, staged.block.rows.shape[0]), triangle.whole_up_to(staged.within, backend, options)
-            _merge(arrays, rows, staged.row, triangle.statistics(staged.within, whole, most, backend, options))
+            whole, most = slice(0, staged.block.rows.shape[0]), triangle.whole_up_to(staged.within, work)
+            _merge(arrays, rows, staged.row, triangle.statistics(staged.within, whole, most, work))
             continue
         backend.check(staged.block, options)
         found = backend.lse(staged.block, two_sided or itself, options)
@@ -313,18 +312,14 @@ def _joined(arrays: ArrayLibrary, parts: dict[int, SideStatistics]) -> SideStati
 
 @local.ieee
 def backward(
-    problem: Problem,
-    saved: local.Forward,
-    upstream: Array,
-    wanted: local.Wanted,
-    backend: Backend,
-    options: Options,
+    problem: Problem, saved: local.Forward, upstream: Array, wanted: local.Wanted, work: local.Work
 ) -> local.Gradients:
     """Gradients of ``upstream * loss`` for the softmax loss: see ``local.backward``."""
+    backend, options = work
     blocks, arrays = _blocks(problem, backend), backend.arrays
     if _single(problem):
         alone = local.backward if problem.columns else triangle.backward
-        found = alone(_fetched(blocks, problem), saved, upstream, wanted, backend, options)
+        found = alone(_fetched(blocks, problem), saved, upstream, wanted, work)
         return _kept(blocks, problem, found)
     weighted, state = problem.weighted(upstream), backend.state(blocks.source.dtype(problem.rows))
     sums = _Sums(blocks, problem, wanted, state, problem.scale)
@@ -335,7 +330,7 @@ def backward(
         elif into is not None:
             n, p = saved.rows
             weights = triangle.weights_within(staged.within, (n[staged.rows], p[staged.rows]), arrays)
-            triangle.add_gradients(staged.within, *weights, into, backend, options)
+            triangle.add_gradients(staged.within, *weights, into, work)
         sums.done(staged, columns)
     blocks.staging.synchronize()
     scale = None if sums.inner is None else arrays.cast(sums.inner, arrays.dtype(problem.scale))
@@ -382,10 +377,9 @@ def _kept(blocks: _Blocks, problem: Problem, found: local.Gradients) -> local.Gr
 
 
 @local.ieee
-def sigmoid(
-    problem: Problem, wanted: local.Wanted | None, backend: Backend, options: Options
-) -> tuple[Array, local.Sums | None]:
+def sigmoid(problem: Problem, wanted: local.Wanted | None, work: local.Work) -> tuple[Array, local.Sums | None]:
     """The sigmoid loss, on the device, and the sums behind its gradients, at home: see ``local.sigmoid``."""
+    backend, options = work
     blocks, arrays = _blocks(problem, backend), backend.arrays
     state = backend.state(blocks.source.dtype(problem.rows))
     sums = None if wanted is None else _Sums(blocks, problem, wanted, state, None)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from contrastile.backends import objectives
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Options, SideStatistics, Weights
+from contrastile.backends.contract import Array, Block, ColumnForm, SideStatistics, Weights
 from contrastile.backends.objectives import STATISTICS
 from contrastile.comm import buffers
 from contrastile.schedules import local
@@ -41,27 +41,25 @@ def _block(problem: Problem, arrays: ArrayLibrary, kept: Array | None = None) ->
 
 
 @local.ieee
-def forward(
-    problem: Problem, backend: Backend, options: Options, *, wanted: local.Wanted | None = None
-) -> local.Forward:
+def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows and columns.
 
     Args:
         problem: this rank's part of it.
-        backend: computes its blocks.
-        options: how.
+        work: computes its blocks.
         wanted: see ``local.forward``.
 
     Raises:
         UnsupportedProblemError: the backend refuses a block.
         ExchangeError: a rank did not answer within the deadline.
     """
+    backend, options = work
     placement, arrays = placed(problem), backend.arrays
     two_sided = problem.column_weight is not None
     block = _block(problem, arrays)
     backend.check(block, options)
     single = not problem.beside
-    lse = local.lse_function(block.rows, block.columns.shape[0], wanted, backend, options, single=single)
+    lse = local.lse_function(block.rows, block.columns.shape[0], wanted, work, single=single)
     found = lse(block, two_sided, options)
     rows = local.merged(arrays, [*problem.beside, found.rows])
     kept = local.kept_by([found.kept])
@@ -111,14 +109,10 @@ def _over_columns(
 
 @local.ieee
 def backward(
-    problem: Problem,
-    saved: local.Forward,
-    upstream: Array,
-    wanted: local.Wanted,
-    backend: Backend,
-    options: Options,
+    problem: Problem, saved: local.Forward, upstream: Array, wanted: local.Wanted, work: local.Work
 ) -> local.Gradients:
     """Gradients of ``upstream * loss`` for this rank's rows and columns and for the scale: see ``Placement.factor``."""
+    backend, options = work
     placement, arrays = placed(problem), backend.arrays
     if saved.global_columns is not None:
         negative, positive, column_weight, column_target = saved.global_columns
@@ -196,10 +190,9 @@ def by_block(placement: Placement, own: Array | None, wants: tuple[bool, ...]) -
 
 
 @local.ieee
-def sigmoid(
-    problem: Problem, wanted: local.Wanted | None, backend: Backend, options: Options
-) -> tuple[Array, local.Sums | None]:
+def sigmoid(problem: Problem, wanted: local.Wanted | None, work: local.Work) -> tuple[Array, local.Sums | None]:
     """The global sigmoid loss and, in the same pass, the sums behind this rank's gradients."""
+    backend, options = work
     placement, arrays = placed(problem), backend.arrays
     block = _block(problem, arrays)
     backend.check(block, options)

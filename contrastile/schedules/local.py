@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from contrastile.backends import bars, objectives
 from contrastile.backends.arrays import ArrayLibrary
@@ -43,6 +43,13 @@ def ieee(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return quiet
+
+
+class Work(NamedTuple):
+    """What computes the blocks of a problem, and how."""
+
+    backend: Backend
+    options: Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +140,17 @@ class Sums:
         return Sums(rows, tuple(columns), total)
 
 
-def lse_function(
-    rows: Array, count: int, wanted: Wanted | None, backend: Backend, options: Options, *, single: bool
-) -> LseFunction:
+def lse_function(rows: Array, count: int, wanted: Wanted | None, work: Work, *, single: bool) -> LseFunction:
     """A backend's ``lse``, or its ``keeping`` where that may keep something for the gradients.
 
     Args:
         rows: (m, d) features.
         count: of the columns, of all blocks together.
         wanted: the gradients that will be asked for; None for none.
-        backend: computes the blocks.
-        options: how.
+        work: computes the blocks.
         single: whether there is one block, which ``finished`` may be given.
     """
+    backend, options = work
     if wanted is None or backend.keeping is None or not keeps(rows, count, backend.arrays, backend, options):
         return backend.lse
     if backend.finished is not None and not (single and wanted.rows and all(wanted.columns)):
@@ -161,21 +166,21 @@ def keeps(rows: Array, count: int, arrays: ArrayLibrary, backend: Backend, optio
 
 
 @ieee
-def forward(problem: Problem, backend: Backend, options: Options, *, wanted: Wanted | None = None) -> Forward:
+def forward(problem: Problem, work: Work, *, wanted: Wanted | None = None) -> Forward:
     """The softmax loss and its log-sum-exps.
 
     Args:
         problem: of one process.
-        backend: computes its blocks.
-        options: how.
+        work: computes its blocks.
         wanted: the gradients that will be asked for, so that the backend may keep what they can reuse; None for none.
 
     Raises:
         UnsupportedProblemError: the backend refuses one of the blocks.
     """
+    backend, options = work
     arrays, two_sided = backend.arrays, problem.column_weight is not None
     count, single = sum(x.shape[0] for x in problem.columns), len(problem.columns) == 1 and not problem.beside
-    lse = lse_function(problem.rows, count, wanted, backend, options, single=single)
+    lse = lse_function(problem.rows, count, wanted, work, single=single)
     parts = []
     for _, block in problem.blocks():
         backend.check(block, options)
@@ -212,10 +217,9 @@ def joined(arrays: ArrayLibrary, parts: Sequence[SideStatistics]) -> SideStatist
 
 
 @ieee
-def backward(
-    problem: Problem, saved: Forward, upstream: Array, wanted: Wanted, backend: Backend, options: Options
-) -> Gradients:
+def backward(problem: Problem, saved: Forward, upstream: Array, wanted: Wanted, work: Work) -> Gradients:
     """Gradients of ``upstream * loss`` for the softmax loss; ``upstream`` is 0-d, state dtype."""
+    backend, options = work
     arrays = backend.arrays
     if backend.finished is not None and wanted.rows and len(problem.columns) == 1 and problem.row_sums is None:
         ((where, block),) = problem.blocks()
@@ -281,8 +285,9 @@ def weighted_total(arrays: ArrayLibrary, weight: Array, x: Array) -> Array:
 
 
 @ieee
-def sigmoid(problem: Problem, wanted: Wanted | None, backend: Backend, options: Options) -> tuple[Array, Sums | None]:
+def sigmoid(problem: Problem, wanted: Wanted | None, work: Work) -> tuple[Array, Sums | None]:
     """The sigmoid loss (0-d, state dtype) and, in the same pass, the sums behind its gradients."""
+    backend, options = work
     arrays = backend.arrays
     row_sum = accumulator(backend, problem.rows, wanted is not None and (wanted.rows or wanted.scale))
     column_sums, loss, total = [], None, None

@@ -13,7 +13,7 @@ from types import ModuleType
 
 from contrastile.backends.arrays import library_of
 from contrastile.backends.bars import bars_of
-from contrastile.backends.contract import Array, Backend, Options, SideStatistics, state_dtype
+from contrastile.backends.contract import Array, Backend, SideStatistics, state_dtype
 from contrastile.backends.pairs import head, pair
 from contrastile.schedules import blocked, gather, local, ring
 from contrastile.schedules.beside import alongside
@@ -78,15 +78,13 @@ def _statistics(problem: Problem, backend: Backend) -> SideStatistics:
 
 
 @local.ieee
-def forward(
-    problem: Problem, backend: Backend, options: Options, *, wanted: local.Wanted | None = None
-) -> local.Forward:
+def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The softmax loss, of ranks the global one, and the log-sum-exps of all columns: see ``local.forward``."""
-    arrays, rows = backend.arrays, _statistics(problem, backend)
+    arrays, rows = work.backend.arrays, _statistics(problem, work.backend)
     module, shared, which = _shared(problem)
     if shared.columns:
         wants = None if wanted is None else replace(wanted, columns=wanted.columns[which])
-        found: local.Forward = module.forward(replace(shared, beside=(rows,)), backend, options, wanted=wants)
+        found: local.Forward = module.forward(replace(shared, beside=(rows,)), work, wanted=wants)
         return found
     loss = local.loss(problem, arrays, "float64", rows)
     if problem.placement is not None:
@@ -96,19 +94,14 @@ def forward(
 
 @local.ieee
 def backward(
-    problem: Problem,
-    saved: local.Forward,
-    upstream: Array,
-    wanted: local.Wanted,
-    backend: Backend,
-    options: Options,
+    problem: Problem, saved: local.Forward, upstream: Array, wanted: local.Wanted, work: local.Work
 ) -> local.Gradients:
     """Gradients of ``upstream * loss``. A row's sum begins with what its own columns add to it."""
     placement, rows, own, source = problem.placement, problem.rows, problem.columns[-1], library_of(problem.rows)
     xp, dtype, first = source.module, source.dtype(rows), int(problem.own_positives)
     weighted = problem.weighted(upstream) if placement is None else scaled_weights(problem, upstream)
-    side, _ = local.side_weights(weighted, saved, backend.arrays)
-    by_n, by_p, *_ = (alongside(x, own) for x in bars_of(backend.arrays, side))
+    side, _ = local.side_weights(weighted, saved, work.backend.arrays)
+    by_n, by_p, *_ = (alongside(x, own) for x in bars_of(work.backend.arrays, side))
     n = alongside(side.negative_lse, own)
     n = xp.stack((n, xp.zeros_like(n)), -1) if n.ndim == 1 else n
     factor, state = alongside(problem.scale, own), state_dtype(dtype)
@@ -136,7 +129,7 @@ def backward(
     alone = local.Sums(sums, (), None), None, wanted, source
     found: local.Gradients
     if shared.columns:
-        found = module.backward(replace(shared, row_sums=sums), saved, upstream, wanted, backend, options)
+        found = module.backward(replace(shared, row_sums=sums), saved, upstream, wanted, work)
     elif placement is not None:
         found = gradients_over_ranks(rows, factor, placement, *alone)
     else:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary, transfer
@@ -18,9 +18,6 @@ from contrastile.schedules.placement import Placement
 BLOCK = 65536
 """Rows and columns of a block that a device holds at a time, where nobody says how many: they fill a large GPU for
 several times as long as they travel."""
-
-VECTORS = 13
-"""How many ``Problem.vectors`` there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +46,23 @@ class Problem:
         row_weight: (m,) u, state dtype.
         row_target: (m,) t, 1 / |P(i)|, or 0 where the row has no positive or its positives are not to count: each row
             of y sums to 1 or 0. Unused by the sigmoid loss.
-        kind: "sigmoid", or the name of a loss of the statistics, one of ``objectives.OBJECTIVES``; or
-            ``objectives.STATISTICS``: see ``with_bars``.
-        bias: 0-d, or None for 0.
         column_weight: (n,) v, or None for a loss of one direction.
         column_target: (n,) t', given with column_weight.
         positives: (m,) int64 over the joined columns; outside 0..n-1 means none.
         excluded: (m,) int64 likewise.
         row_ids: (m,) int64.
         column_ids: (n,) int64, given with row_ids.
-        match: what equal ids mean: see ``Pairs``.
         row_limits: (m,) state dtype: see ``Pairs``. Not of rows against themselves.
         column_limits: (n,) state dtype, likewise.
         row_guide: (m, e) features: see ``Pairs``.
         column_guide: (n, e) features, likewise.
+        own_counts: (m,) int64, or None. Given, the last block is (m k, d), of which row i's are i k to i k + k - 1, and
+            count for it alone, as negatives: the first ``own_counts[i]`` of them. See ``own_positives``. They are in no
+            vector of the columns and in no placement.
+        kind: "sigmoid", or the name of a loss of the statistics, one of ``objectives.OBJECTIVES``; or
+            ``objectives.STATISTICS``: see ``with_bars``.
+        bias: 0-d, or None for 0.
+        match: what equal ids mean: see ``Pairs``.
         placement: where this rank's part lies in a problem of several ranks, None for a process alone. Rows, columns,
             weights and ids are then this rank's, and positives and excluded count over the columns of all ranks.
         blocking: None where the features are on the device and make one block.
@@ -70,9 +70,6 @@ class Problem:
             rows against themselves; of labels 1, for they give the weights. None of any other: see ``contract.Whole``.
         margin: what is taken off the positives' cosines, times the scale; None for nothing.
         smoothing: the share of each row of y that is spread over all columns, which are then all admitted.
-        own_counts: (m,) int64, or None. Given, the last block is (m k, d), of which row i's are i k to i k + k - 1, and
-            count for it alone, as negatives: the first ``own_counts[i]`` of them. See ``own_positives``. They are in no
-            vector of the columns and in no placement.
         beside: the statistics of the rows over other columns, which join those of the blocks.
         row_sums: (m, d) state dtype, where the features are: what the rows' sums of gradients begin with; None for 0.
     """
@@ -82,25 +79,25 @@ class Problem:
     scale: Array
     row_weight: Array
     row_target: Array
-    kind: str = "softmax"
-    bias: Array | None = None
     column_weight: Array | None = None
     column_target: Array | None = None
     positives: Array | None = None
     excluded: Array | None = None
     row_ids: Array | None = None
     column_ids: Array | None = None
+    row_limits: Array | None = None
+    column_limits: Array | None = None
+    row_guide: Array | None = None
+    column_guide: Array | None = None
+    own_counts: Array | None = None
+    kind: str = "softmax"
+    bias: Array | None = None
     match: Match = "drop"
     placement: Placement | None = None
     blocking: Blocking | None = None
     whole: float | None = None
     margin: float | None = None
     smoothing: float | None = None
-    row_limits: Array | None = None
-    column_limits: Array | None = None
-    row_guide: Array | None = None
-    column_guide: Array | None = None
-    own_counts: Array | None = None
     beside: tuple[SideStatistics, ...] = ()
     row_sums: Array | None = None
 
@@ -129,21 +126,11 @@ class Problem:
     @property
     def vectors(self) -> tuple[Array | None, ...]:
         """The weights, targets, pairs and the guide's features, which are matrices; None for what is absent."""
-        return (
-            self.row_weight,
-            self.row_target,
-            self.column_weight,
-            self.column_target,
-            self.positives,
-            self.excluded,
-            self.row_ids,
-            self.column_ids,
-            self.row_limits,
-            self.column_limits,
-            self.row_guide,
-            self.column_guide,
-            self.own_counts,
-        )
+        # read several times in a step: by name they take four times as long
+        weights = self.row_weight, self.row_target, self.column_weight, self.column_target
+        pairs = self.positives, self.excluded, self.row_ids, self.column_ids
+        limits = self.row_limits, self.column_limits, self.row_guide, self.column_guide
+        return *weights, *pairs, *limits, self.own_counts
 
     @property
     def marks(self) -> tuple[Array | None, ...]:
@@ -156,41 +143,18 @@ class Problem:
 
     def with_arrays(self, arrays: Sequence[Any]) -> Problem:
         """The problem with other arrays, in the order of ``arrays``."""
-        rows, scale, bias, u, t, v, other, positives, excluded, row_ids, column_ids, *rest = arrays
-        row_limits, column_limits, row_guide, column_guide, own_counts, *columns = rest
-        return Problem(
-            rows,
-            tuple(columns),
-            scale,
-            u,
-            t,
-            self.kind,
-            bias,
-            v,
-            other,
-            positives,
-            excluded,
-            row_ids,
-            column_ids,
-            self.match,
-            self.placement,
-            self.blocking,
-            self.whole,
-            self.margin,
-            self.smoothing,
-            row_limits,
-            column_limits,
-            row_guide,
-            column_guide,
-            own_counts,
-        )
+        rows, scale, bias, *rest = arrays
+        vectors, columns = rest[: len(VECTORS)], tuple(rest[len(VECTORS) :])
+        form = self.kind, bias, self.match, self.placement, self.blocking, self.whole, self.margin, self.smoothing
+        every: tuple[Any, ...] = (rows, columns, scale, *vectors, *form)
+        return Problem(*every)
 
     def for_gradients(self) -> Problem:
         """What the gradients read of it: of a sigmoid loss, whose sums came with the value, the rows and the scale."""
         if self.kind != "sigmoid":
             return self
         return Problem(
-            self.rows, (), self.scale, None, None, self.kind, placement=self.placement, blocking=self.blocking
+            self.rows, (), self.scale, None, None, kind=self.kind, placement=self.placement, blocking=self.blocking
         )
 
     def weighted(self, factor: Array) -> Problem:
@@ -207,21 +171,9 @@ class Problem:
 
     def of_rows(self, where: slice) -> Problem:
         """The problem of some of the rows."""
-
-        def cut(x: Array | None) -> Array | None:
-            return None if x is None else x[where]
-
-        return replace(
-            self,
-            rows=self.rows[where],
-            row_weight=self.row_weight[where],
-            row_target=self.row_target[where],
-            positives=cut(self.positives),
-            excluded=cut(self.excluded),
-            row_ids=cut(self.row_ids),
-            row_limits=cut(self.row_limits),
-            row_guide=cut(self.row_guide),
-        )
+        pairs = zip(VECTORS, self.vectors, strict=True)
+        cut = {name: x[where] for name, x in pairs if x is not None and name not in OF_COLUMNS}
+        return replace(self, rows=self.rows[where], **cut)
 
     def blocks(self) -> Iterator[tuple[slice, Block]]:
         """Each column block with its place among the joined columns; indices become local to the block."""
@@ -249,6 +201,13 @@ class Problem:
             column_guide=marks[2],
         )
         return Block(self.rows, columns, self.scale, self.bias, pairs)
+
+
+VECTORS = tuple(each.name for each in fields(Problem))[3:16]
+"""The names of ``Problem.vectors``."""
+
+OF_COLUMNS = frozenset(name for name in VECTORS if name.startswith("column_"))
+"""Those that have an element for each column; all others have one for each row."""
 
 
 def marks_of(marks: Sequence[Array | None], where: slice) -> tuple[Array | None, ...]:

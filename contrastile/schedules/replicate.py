@@ -16,7 +16,7 @@ from contrastile.backends.objectives import STATISTICS
 from contrastile.schedules import scalars
 from contrastile.schedules.gather import by_block
 from contrastile.schedules.local import Gradients, State, Wanted
-from contrastile.schedules.problem import Problem
+from contrastile.schedules.problem import OF_COLUMNS, VECTORS, Problem
 from contrastile.schedules.sums import gathered, mean, phase, placed
 
 
@@ -42,8 +42,7 @@ def replicated(problem: Problem, arrays: ArrayLibrary) -> Problem:
     # pairs are numbered over the joined columns already
     joined = (arrays.concat(list(problem.columns)),) if problem.columns else ()
     own = problem.rows, None, None, *problem.vectors, *joined
-    counts = rows, (), (), *[rows] * 2, *[columns] * 2, *[rows] * 2, *[rows, columns] * 3, rows
-    counts = *counts, *[columns] * len(joined)
+    counts = rows, (), (), *(columns if name in OF_COLUMNS else rows for name in VECTORS), *[columns] * len(joined)
     # weights and targets are the builders', so every rank has one of both directions, or two, and one travels once.
     # A caller's arrays may be one on some ranks and two on others: each of those travels
     homes = list(range(len(own)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from contrastile.backends import bars
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, Block, Options, SideStatistics, Weights
+from contrastile.backends.contract import Array, Backend, Block, SideStatistics, Weights
 from contrastile.comm.communicator import Pending
 from contrastile.schedules import local
 from contrastile.schedules.placement import Placement
@@ -133,15 +133,14 @@ def _blocks(problem: Problem, placement: Placement, shard: _Shard) -> Iterator[t
 
 
 @local.ieee
-def forward(
-    problem: Problem, backend: Backend, options: Options, *, wanted: local.Wanted | None = None
-) -> local.Forward:
+def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows and columns.
 
     Raises:
         UnsupportedProblemError: the backend refuses one of the blocks.
         ExchangeError: a rank did not answer within the deadline.
     """
+    backend, options = work
     placement, arrays = placed(problem), backend.arrays
     two_sided = problem.column_weight is not None
     rows = list(problem.beside)
@@ -166,14 +165,10 @@ def forward(
 
 @local.ieee
 def backward(
-    problem: Problem,
-    saved: local.Forward,
-    upstream: Array,
-    wanted: local.Wanted,
-    backend: Backend,
-    options: Options,
+    problem: Problem, saved: local.Forward, upstream: Array, wanted: local.Wanted, work: local.Work
 ) -> local.Gradients:
     """Gradients of ``upstream * loss`` for this rank's rows and columns and for the scale: see ``Placement.factor``."""
+    backend, options = work
     placement, arrays = placed(problem), backend.arrays
     weighted = scaled_weights(problem, upstream)
     mine, over = local.side_weights(weighted, saved, arrays)
@@ -201,10 +196,9 @@ def backward(
 
 
 @local.ieee
-def sigmoid(
-    problem: Problem, wanted: local.Wanted | None, backend: Backend, options: Options
-) -> tuple[Array, local.Sums | None]:
+def sigmoid(problem: Problem, wanted: local.Wanted | None, work: local.Work) -> tuple[Array, local.Sums | None]:
     """The global sigmoid loss and, in the same pass, the sums behind this rank's gradients."""
+    backend, options = work
     placement, arrays = placed(problem), backend.arrays
     ring = _Ring(problem, arrays, ())
     row_sum = local.accumulator(backend, problem.rows, wanted is not None and (wanted.rows or wanted.scale))

@@ -14,16 +14,7 @@ from dataclasses import replace
 
 from contrastile.backends import bars
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import (
-    Array,
-    Backend,
-    Block,
-    LseFunction,
-    Options,
-    SideStatistics,
-    SideWeights,
-    Weights,
-)
+from contrastile.backends.contract import Array, Block, LseFunction, SideStatistics, SideWeights, Weights
 from contrastile.schedules import local
 from contrastile.schedules.problem import Problem, marks_of
 
@@ -35,8 +26,9 @@ ALIGNED = 128
 """Halves begin at multiples of this: whole tiles of every kernel, and vectors that begin where 16 bytes do."""
 
 
-def whole_up_to(problem: Problem, backend: Backend, options: Options) -> int:
+def whole_up_to(problem: Problem, work: local.Work) -> int:
     """The most rows of a block on the diagonal; where a tile was asked for, it is such a block."""
+    backend, options = work
     if options.tile is not None:
         return max(1, min(options.tile))
     arrays = backend.arrays
@@ -94,8 +86,7 @@ def statistics(
     problem: Problem,
     rows: slice,
     most: int,
-    backend: Backend,
-    options: Options,
+    work: local.Work,
     lse: LseFunction | None = None,
     kept: list[Array | None] | None = None,
 ) -> SideStatistics:
@@ -105,11 +96,11 @@ def statistics(
         problem: rows against themselves.
         rows: some of them.
         most: see ``halves``.
-        backend: computes the blocks.
-        options: how.
+        work: computes the blocks.
         lse: the backend's ``lse`` or ``keeping``; None for the first.
         kept: what is kept of each block is appended to it.
     """
+    backend, options = work
     arrays, parts = backend.arrays, halves(rows, most)
     here = block(problem, *(parts or (rows, rows)))
     backend.check(here, options)
@@ -118,7 +109,7 @@ def statistics(
         kept.append(found.kept)
     if found.columns is None or parts is None:
         return found.rows
-    first, second = (statistics(problem, part, most, backend, options, lse, kept) for part in parts)
+    first, second = (statistics(problem, part, most, work, lse, kept) for part in parts)
     whole = [local.merged(arrays, x) for x in ((found.rows, first), (found.columns, second))]
     return local.joined(arrays, whole)
 
@@ -128,16 +119,16 @@ def add_gradients(
     rows: SideWeights,
     columns: SideWeights,
     sums: Array,
-    backend: Backend,
-    options: Options,
+    work: local.Work,
     kept: Sequence[Array | None] = (),
 ) -> None:
     """Add ``(G + G^T) F`` to sums, (n, d), where F are the rows; the weights are those of ``weights_of``.
 
     ``kept`` is of each block, or empty.
     """
+    backend, options = work
     every = slice(0, problem.rows.shape[0])
-    for number, (mine, others) in enumerate(places(every, whole_up_to(problem, backend, options))):
+    for number, (mine, others) in enumerate(places(every, whole_up_to(problem, work))):
         below = None if mine == others else sums[others]
         here = Weights(rows.part(mine), columns.part(others), kept[number] if kept else None)
         backend.gradients(block(problem, mine, others), here, sums[mine], below, options)
@@ -168,30 +159,24 @@ def weights_within(problem: Problem, lses: local.Lses, arrays: ArrayLibrary) -> 
 
 
 @local.ieee
-def forward(
-    problem: Problem, backend: Backend, options: Options, *, wanted: local.Wanted | None = None
-) -> local.Forward:
+def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The softmax loss and its log-sum-exps: see ``local.forward``."""
-    arrays, rows = backend.arrays, slice(0, problem.rows.shape[0])
-    lse = local.lse_function(problem.rows, rows.stop, wanted, backend, options, single=False)
+    arrays, rows = work.backend.arrays, slice(0, problem.rows.shape[0])
+    lse = local.lse_function(problem.rows, rows.stop, wanted, work, single=False)
     kept = list[Array | None]()
-    mine = statistics(problem, rows, whole_up_to(problem, backend, options), backend, options, lse, kept)
+    mine = statistics(problem, rows, whole_up_to(problem, work), work, lse, kept)
     loss = local.loss(problem, arrays, arrays.dtype(problem.scale), mine)
     return local.Forward(loss, mine[:2], kept=local.kept_by(kept))
 
 
 @local.ieee
 def backward(
-    problem: Problem,
-    saved: local.Forward,
-    upstream: Array,
-    wanted: local.Wanted,
-    backend: Backend,
-    options: Options,
+    problem: Problem, saved: local.Forward, upstream: Array, wanted: local.Wanted, work: local.Work
 ) -> local.Gradients:
     """Gradients of ``upstream * loss`` for the softmax loss; that of the rows is the features', as rows and columns."""
+    backend, options = work
     arrays, rows = backend.arrays, slice(0, problem.rows.shape[0])
-    if backend.finished is not None and wanted.rows and halves(rows, whole_up_to(problem, backend, options)) is None:
+    if backend.finished is not None and wanted.rows and halves(rows, whole_up_to(problem, work)) is None:
         weights = Weights(*weights_of(problem, saved.rows, arrays))
         done = backend.finished(block(problem, rows, rows), weights, upstream, None, options)
         inner = arrays.cast(done.inner, arrays.dtype(problem.scale)) if wanted.scale else None
@@ -199,7 +184,7 @@ def backward(
     problem = problem.weighted(upstream)
     sums = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
     if sums is not None:
-        add_gradients(problem, *weights_of(problem, saved.rows, arrays), sums, backend, options, saved.kept)
+        add_gradients(problem, *weights_of(problem, saved.rows, arrays), sums, work, saved.kept)
     whole = local.Sums(sums, (), None)
     return counted_once(local.gradients_from_sums(problem.rows, problem.scale, whole, None, wanted, arrays))
 

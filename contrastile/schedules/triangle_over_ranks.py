@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from contrastile.backends import bars
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, Block, Options, SideStatistics, SideWeights, Weights
+from contrastile.backends.contract import Array, Block, SideStatistics, SideWeights, Weights
 from contrastile.comm import buffers
 from contrastile.comm.communicator import Pending
 from contrastile.schedules import local, triangle
@@ -134,15 +134,14 @@ class _ShardExchange:
 
 
 @local.ieee
-def forward(
-    problem: Problem, backend: Backend, options: Options, *, wanted: local.Wanted | None = None
-) -> local.Forward:
+def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows. Nothing is kept.
 
     Raises:
         UnsupportedProblemError: the backend refuses one of the blocks.
         ExchangeError: a rank did not answer within the deadline.
     """
+    backend, options = work
     arrays, whole = backend.arrays, slice(0, problem.rows.shape[0])
     mine = SideStatistics(None, None, None)
 
@@ -155,8 +154,8 @@ def forward(
     for peer in exchange:
         if peer.owner == exchange.placement.rank:
             own = triangle.within(problem, exchange.placement.start)
-            most = triangle.whole_up_to(own, backend, options)
-            mine = triangle.statistics(own, whole, most, backend, options)
+            most = triangle.whole_up_to(own, work)
+            mine = triangle.statistics(own, whole, most, work)
             continue
         block = exchange.block(peer)
         backend.check(block, options)
@@ -170,25 +169,21 @@ def forward(
 
 @local.ieee
 def backward(
-    problem: Problem,
-    saved: local.Forward,
-    upstream: Array,
-    wanted: local.Wanted,
-    backend: Backend,
-    options: Options,
+    problem: Problem, saved: local.Forward, upstream: Array, wanted: local.Wanted, work: local.Work
 ) -> local.Gradients:
     """Gradients of ``upstream * loss`` for this rank's rows and for the scale: see ``Placement.factor``."""
-    arrays, weighted = backend.arrays, scaled_weights(problem, upstream)
-    sums = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
+    arrays, weighted = work.backend.arrays, scaled_weights(problem, upstream)
+    sums = local.accumulator(work.backend, problem.rows, wanted.rows or wanted.scale)
     if sums is not None:
-        _add_gradients(weighted, saved, sums, backend, options)
+        _add_gradients(weighted, saved, sums, work)
     whole = local.Sums(sums, (), None)
     found = gradients_over_ranks(problem.rows, problem.scale, placed(problem), whole, None, wanted, arrays)
     return triangle.counted_once(found)
 
 
-def _add_gradients(problem: Problem, saved: local.Forward, sums: Array, backend: Backend, options: Options) -> None:
+def _add_gradients(problem: Problem, saved: local.Forward, sums: Array, work: local.Work) -> None:
     """Add the rows' part of ``(G + G^T) F`` over all ranks to sums, (m, d)."""
+    backend, options = work
     arrays = backend.arrays
 
     def weighed(vectors: Sequence[Array]) -> SideWeights:
@@ -206,7 +201,7 @@ def _add_gradients(problem: Problem, saved: local.Forward, sums: Array, backend:
         if peer.owner == exchange.placement.rank:
             mine = triangle.within(problem, exchange.placement.start)
             weights = triangle.weights_within(mine, saved.rows, arrays)
-            triangle.add_gradients(mine, *weights, sums, backend, options)
+            triangle.add_gradients(mine, *weights, sums, work)
             continue
         there = local.accumulator(backend, peer.features[peer.columns], True)
         there_weights = weighed(peer.vectors).part(peer.columns)

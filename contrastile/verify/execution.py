@@ -91,10 +91,10 @@ def outcome(
     # bars are float64
     upstream_gradient = arrays.asarray(upstream, "float64" if np.ndim(upstream) else backend.state(dtype), native.scale)
     wanted = every_gradient(native) if want == "every" else want
-    loss, state = compute.problem_loss(native, backend, options, wanted)
+    loss, state = compute.problem_loss(native, local.Work(backend, options), wanted)
     gradients = _NO_GRADIENTS
     if wanted is not None:
-        gradients = compute.problem_gradients(native, state, upstream_gradient, wanted, backend, options)
+        gradients = compute.problem_gradients(native, state, upstream_gradient, wanted, local.Work(backend, options))
     take = partial(taken, arrays)
     return Outcome(
         loss=take(loss),

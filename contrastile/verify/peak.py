@@ -16,6 +16,7 @@ import numpy as np
 
 from contrastile import compute
 from contrastile.backends.contract import Backend, Options
+from contrastile.schedules.local import Work
 from contrastile.schedules.problem import Problem
 from contrastile.verify.comparison import Comparisons, Worst
 from contrastile.verify.execution import every_gradient, materialise
@@ -116,8 +117,8 @@ def _step(native: Problem, backend: Backend, options: Options) -> object:
     wanted = every_gradient(native)
     # what is kept has a measurement of its own
     told = wanted if native.kind == "sigmoid" else None
-    value, state = compute.problem_loss(native, backend, options, told)
-    return value, compute.problem_gradients(native, state, None, wanted, backend, options)
+    value, state = compute.problem_loss(native, Work(backend, options), told)
+    return value, compute.problem_gradients(native, state, None, wanted, Work(backend, options))
 
 
 def peak_bytes(library: str, device: str, step: Callable[[], object]) -> float:

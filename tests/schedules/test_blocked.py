@@ -32,8 +32,8 @@ def evaluated(
     """The loss, its gradients, and for softmax what the gradients came from."""
     wanted, options = wanted or every_gradient(problem), Options()
     one = torch.ones((), dtype=problem.scale.dtype)
-    value, state = compute.problem_loss(problem, backend, options, wanted)
-    found = compute.problem_gradients(problem, state, one, wanted, backend, options)
+    value, state = compute.problem_loss(problem, local.Work(backend, options), wanted)
+    found = compute.problem_gradients(problem, state, one, wanted, local.Work(backend, options))
     return value, found, local.Forward.of(state) if problem.kind == "softmax" else None
 
 
@@ -127,7 +127,7 @@ def test_the_next_block_is_on_its_way_before_a_block_is_computed() -> None:
     problem = in_blocks(made(contrastile.clip_loss, 48), 16)
     with late_copies() as world:
         backend = around(TORCH, lambda lse, *call: world.log.append("compute") or lse(*call))
-        compute.problem_loss(problem, backend, Options())
+        compute.problem_loss(problem, local.Work(backend, Options()))
     at = [i for i, each in enumerate(world.log) if each == "compute"]
     loads = [world.log[:i].count("loads 16") for i in at]
     # rows with the first columns; then one block of columns ahead, and rows too where the next ones begin

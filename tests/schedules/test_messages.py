@@ -15,7 +15,7 @@ from contrastile.backends.contract import Options
 from contrastile.backends.registry import load
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.schedules import gather, ring, triangle
-from contrastile.schedules.local import Wanted
+from contrastile.schedules.local import Wanted, Work
 from contrastile.schedules.placement import Placement
 from contrastile.verify import cases
 from contrastile.verify.execution import materialise
@@ -41,9 +41,9 @@ def recorded(n: int) -> tuple[list[list[str]], list[list[str]]]:
         backend = around(NUMPY, lambda primitive, *call: log.append("compute") or primitive(*call))
         where = placement(counting, parts)  # type: ignore[arg-type]
         problem = materialise(parts.part(comm.rank, where), NUMPY, "float32")
-        saved = ring.forward(problem, backend, Options())
+        saved = ring.forward(problem, Work(backend, Options()))
         begins = len(log)
-        ring.backward(problem, saved, np.asarray(1.0), WANTED, backend, Options())
+        ring.backward(problem, saved, np.asarray(1.0), WANTED, Work(backend, Options()))
         # of the ring alone
         both = log[:begins], log[begins:]
         return tuple([event for event in events if "exchange" not in event] for events in both)
@@ -97,8 +97,8 @@ def test_nothing_is_larger_than_a_shard(n: int, monkeypatch: pytest.MonkeyPatch)
 
     def program(comm: InProcess) -> None:
         problem = materialise(parts.part(comm.rank, placement(comm, parts)), NUMPY, "float64")
-        saved = ring.forward(problem, NUMPY, Options())
-        ring.backward(problem, saved, np.asarray(1.0), WANTED, NUMPY, Options())
+        saved = ring.forward(problem, Work(NUMPY, Options()))
+        ring.backward(problem, saved, np.asarray(1.0), WANTED, Work(NUMPY, Options()))
 
     monkeypatch.setattr(ArrayLibrary, "full", counted)
     InProcessGroup[None](n).run(program)
@@ -115,8 +115,8 @@ def test_a_gather_sends_few_messages(n: int) -> None:
         counting = Counting(comm)
         where = placement(counting, parts, "gather")  # type: ignore[arg-type]
         problem = materialise(parts.part(comm.rank, where), NUMPY, "float64")
-        saved = gather.forward(problem, NUMPY, Options())
-        gather.backward(problem, saved, np.asarray(-0.7), WANTED, NUMPY, Options())
+        saved = gather.forward(problem, Work(NUMPY, Options()))
+        gather.backward(problem, saved, np.asarray(-0.7), WANTED, Work(NUMPY, Options()))
         return counting.count
 
     expected = {
@@ -138,8 +138,8 @@ def computed(n: int, exchange: str) -> list[tuple[list[int], Any]]:
         backend, areas = measured(NUMPY)
         counting = Counting(comm)
         problem = materialise(parts.part(comm.rank, placement(counting, parts, exchange)), NUMPY, "float64")  # type: ignore[arg-type]
-        _, state = compute.problem_loss(problem, backend, Options())
-        compute.problem_gradients(problem, state, np.asarray(1.0), Wanted(True, ()), backend, Options())
+        _, state = compute.problem_loss(problem, Work(backend, Options()))
+        compute.problem_gradients(problem, state, np.asarray(1.0), Wanted(True, ()), Work(backend, Options()))
         return areas, counting.count
 
     return InProcessGroup[tuple[list[int], Any]](n).run(program)

@@ -39,7 +39,7 @@ from contrastile.backends.cupy.launch import (
     row_stride,
 )
 from contrastile.backends.cupy.tensor_maps import tensor_map
-from contrastile.backends.passes import Chunk, PairVectors, ceil_div, own_references
+from contrastile.backends.passes import Chunk, ceil_div, contiguous_pairs, own_references
 
 _WIDE = 64
 """Columns of a block of a tensor map: the 128 bytes that one swizzle takes."""
@@ -67,9 +67,9 @@ class Tiles:
         self.rows, self.columns = aligned(block.rows), aligned(block.columns)
         self.dtype = dtype_name(self.rows.dtype)
         self.exact = own_references(self.dtype)
-        self.pairs = PairVectors.of(block.pairs if not block.pairs.limited else _limited(block), contiguous)
+        self.pairs = contiguous_pairs(block.pairs if not block.pairs.limited else _limited(block), contiguous)
         without_ids = PLAIN if self.pairs.excluded is None else EXCLUSIONS
-        self.mask = {"drop": DROP, "target": TARGET, None: without_ids}[self.pairs.match]
+        self.mask = {"drop": DROP, "target": TARGET, None: without_ids}[self.pairs.of_ids]
         if block.pairs.limited:
             self.mask = LIMITS if self.mask == PLAIN else DROP_LIMITS
         device = cupy.cuda.get_device_id()

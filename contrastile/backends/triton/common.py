@@ -9,7 +9,7 @@ import torch
 from contrastile.backends.arrays import TorchArrays
 from contrastile.backends.bars import normalised
 from contrastile.backends.contract import Block, Weights
-from contrastile.backends.passes import PairVectors, ceil_div
+from contrastile.backends.passes import ceil_div, contiguous_pairs
 from contrastile.backends.triton.configs import INTERPRETED
 from contrastile.backends.triton.logits import LOG2E
 from contrastile.backends.triton.tiles import DROP, NO_IDS, TARGET
@@ -39,15 +39,15 @@ class Masks:
 
     def __init__(self, block: Block) -> None:
         pairs = block.pairs
-        self.pairs = PairVectors.of(pairs, torch.Tensor.contiguous)
-        self.ids = {"drop": DROP, "target": TARGET, None: NO_IDS}[self.pairs.match].value
-        self.ids_only = self.pairs.match == "target"
+        self.pairs = contiguous_pairs(pairs, torch.Tensor.contiguous)
+        self.ids = {"drop": DROP, "target": TARGET, None: NO_IDS}[self.pairs.of_ids].value
+        self.ids_only = self.pairs.of_ids == "target"
         bias = 0.0 if block.bias is None else block.bias
         given = self.pairs.row_limits, self.pairs.column_limits
         of_logits = pairs.row_guide is None
         self.limits = [None if x is None else (x - bias) * LOG2E.value if of_logits else x.contiguous() for x in given]
         self.limited = pairs.limited
-        self.masked = self.pairs.excluded is not None or self.pairs.match is not None
+        self.masked = self.pairs.excluded is not None or self.pairs.of_ids is not None
 
     def vectors(self) -> tuple[Any, Any, Any]:
         """Exclusions, the rows' ids and the columns'."""
