@@ -203,7 +203,8 @@ def without_padding(arrays: ArrayLibrary, columns: list[Array], place: int, coun
     """Ids of rows and columns that leave out what lies beyond (m,) counts in one of the blocks, which becomes 0."""
     x, m = columns[place], counts.shape[0]
     counted = (arrays.arange(0, x.shape[0] // max(m, 1), x)[None] < counts[:, None]).reshape((-1,))
-    columns[place] = arrays.where(counted[:, None], x, arrays.full((), 0.0, arrays.dtype(x), x))
+    # CuPy chooses among bfloat16 in float32
+    columns[place] = arrays.cast(arrays.where(counted[:, None], x, 0.0), arrays.dtype(x))
     each = [arrays.full((y.shape[0],), 1, "int64", x) for y in columns]
     each[place] = arrays.cast(counted, "int64")
     return [0 * counts, arrays.concat(each)]
