@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import transformers
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -38,7 +37,9 @@ class ImageTextFeatures(nn.Module):
     @classmethod
     def from_pretrained(cls, *args: Any, **settings: Any) -> ImageTextFeatures:
         """The features of ``transformers.AutoModel.from_pretrained(...)``."""
-        return cls(transformers.AutoModel.from_pretrained(*args, **settings))
+        from transformers import AutoModel  # what else is here needs the model alone
+
+        return cls(AutoModel.from_pretrained(*args, **settings))
 
     def save_pretrained(self, folder: Any, *, state_dict: Mapping[str, Any] | None = None, **settings: Any) -> None:
         """Save the model inside, for its own ``from_pretrained``; a state dict that is given is of this module."""
