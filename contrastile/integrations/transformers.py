@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,9 +38,8 @@ class ImageTextFeatures(nn.Module):
     @classmethod
     def from_pretrained(cls, *args: Any, **settings: Any) -> ImageTextFeatures:
         """The features of ``transformers.AutoModel.from_pretrained(...)``."""
-        from transformers import AutoModel  # what else is here needs the model alone
-
-        return cls(AutoModel.from_pretrained(*args, **settings))
+        transformers: Any = import_module("transformers")  # what else is here needs the model alone
+        return cls(transformers.AutoModel.from_pretrained(*args, **settings))
 
     def save_pretrained(self, folder: Any, *, state_dict: Mapping[str, Any] | None = None, **settings: Any) -> None:
         """Save the model inside, for its own ``from_pretrained``; a state dict that is given is of this module."""
