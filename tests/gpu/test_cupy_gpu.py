@@ -162,13 +162,14 @@ def test_a_step_can_be_captured_by_torch_and_replayed(
     assert bits(found) == bits(step(loss, other, another, numbers, "cupy"))
 
 
+@pytest.mark.parametrize("loss", [contrastile.clip_loss, contrastile.info_nce])
 def test_a_large_step_keeps_by_itself_and_is_replayed_with_the_bits_of_a_launched_one(
-    monkeypatch: pytest.MonkeyPatch,
+    loss: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image, text = towers("bfloat16", b=8192, d=512)
 
     def found(**how: Any) -> list[list[bytes]]:
-        return [bits(step(contrastile.clip_loss, image, text, (100.0,), "cupy", **how)) for _ in range(4)]
+        return [bits(step(loss, image, text, (100.0,), "cupy", **how)) for _ in range(4)]
 
     replayed, formed = found(), found(keep=0)
     monkeypatch.setenv("CONTRASTILE_GRAPHS", "0")

@@ -123,7 +123,7 @@ class _BackwardPass:
         self.row, self.column = _SideVectors(weights.rows, by_ids), _SideVectors(weights.columns, by_ids)
         self.entries = None if self.tiles.pairs.positives is None else empty(self.m)
         self.dtype, size = self.tiles.dtype, self.tiles.rows.itemsize
-        self.factors = None if kept is None else Factors(kept, self.m, self.n)
+        self.factors = None if kept is None else Factors(kept, self.m, self.n, weights.columns is not None)
         self.start = 0 if kept is None else kept.rows
         self.narrow = only_rows and kept is None and options.tile is None and self.tiles.narrow
         if self.narrow:

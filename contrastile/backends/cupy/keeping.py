@@ -38,10 +38,10 @@ def most_rows(m: int, n: int, dtype: str, options: Options) -> int:
     return m if 2 * m * kept_stride(n) <= workspace_bytes(options) else 0
 
 
-def rows_to_keep(tiles: Tiles, two_sided: bool, options: Options) -> int:
+def rows_to_keep(tiles: Tiles, options: Options) -> int:
     """How many of the first rows of a block keep their exponentials: 0 unless its kernels can and it pays."""
     (m, width), n = tiles.rows.shape, tiles.columns.shape[0]
-    able = tiles.family.maps and tiles.mask == PLAIN and two_sided and width > _NARROW
+    able = tiles.family.maps and tiles.mask == PLAIN and width > _NARROW
     pays = is_keep_given(options) or keeping_pays(m, n, width)
     return most_rows(m, n, tiles.dtype, options) if able and pays else 0
 
@@ -66,9 +66,9 @@ class KeptExponentials:
     plan: Any
 
     @staticmethod
-    def new(tiles: Tiles, two_sided: bool, options: Options) -> KeptExponentials | None:
+    def new(tiles: Tiles, options: Options) -> KeptExponentials | None:
         """Memory for what is to be kept of a block; None where that is nothing."""
-        rows, n = rows_to_keep(tiles, two_sided, options), tiles.columns.shape[0]
+        rows, n = rows_to_keep(tiles, options), tiles.columns.shape[0]
         return KeptExponentials.of(empty(size_of(rows, n), dtype="uint8"), n) if rows else None
 
     @staticmethod
@@ -94,9 +94,11 @@ class KeptExponentials:
 class Factors:
     """The vectors that go with kept exponentials in a backward pass, ``u 2^(r - L)`` and ``v 2^(r - M)``."""
 
-    def __init__(self, kept: KeptExponentials, m: int, n: int) -> None:
+    def __init__(self, kept: KeptExponentials, m: int, n: int, two_sided: bool) -> None:
         self.kept = kept
         self.row, self.column = (empty(ceil_div(length, _UNIT) * _UNIT) for length in (m, n))
+        if not two_sided:
+            self.column.fill(0)
 
     def epilogue_arguments(self) -> dict[str, int | None]:
         """The arguments of ``epilogue_scales``, which writes them."""
