@@ -14,7 +14,15 @@ from cupy_hosted import KINDS, block, hosted, sums, weights
 pytest.importorskip("ml_dtypes")
 
 from contrastile.backends.contract import Options
-from contrastile.backends.cupy.configs import AMPERE, HOPPER, Shares, keeping_pays, kept_rows, kept_stride, weighted_shares
+from contrastile.backends.cupy.configs import (
+    AMPERE,
+    HOPPER,
+    Shares,
+    keeping_pays,
+    kept_rows,
+    kept_stride,
+    weighted_shares,
+)
 from contrastile.backends.passes import backward_chunk, forward_chunk
 
 # the second has kernels of its own where rows are alone

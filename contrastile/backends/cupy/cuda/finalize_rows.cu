@@ -50,6 +50,7 @@ __global__ void __launch_bounds__(256) finalize_rows(const __grid_constant__ Fin
             for (long long k = 8 * lane; k < tail; k += 256) {
                 float x[8], y[8];
                 sums.eight(k, x);
+#pragma unroll 1
                 for (long long s = 1; s < a.shares; ++s) {
                     row_of<float>(a.sums, s * a.m + i).eight(k, y);
 #pragma unroll
@@ -73,6 +74,7 @@ __global__ void __launch_bounds__(256) finalize_rows(const __grid_constant__ Fin
         }
         for (long long k = tail + lane; k < a.depth; k += 32) {
             float x = sums.at(k);
+#pragma unroll 1
             for (long long s = 1; s < a.shares; ++s) x += row_of<float>(a.sums, s * a.m + i).at(k);
             x *= unscale;
             inner += x * features.at(k);

@@ -26,6 +26,7 @@ __global__ void __launch_bounds__(256) scale_cast(const __grid_constant__ ScaleC
         float sum[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) sum[e] = widen(in.at[e]);
+#pragma unroll 1
         for (int s = 1; s < a.shares; ++s) {
             const FourIn more = reinterpret_cast<const FourIn*>(x + s * size)[p];
 #pragma unroll
@@ -38,6 +39,7 @@ __global__ void __launch_bounds__(256) scale_cast(const __grid_constant__ ScaleC
     }
     for (long long p = 4 * packs + thread; p < size; p += threads) {
         float sum = widen(x[p]);
+#pragma unroll 1
         for (int s = 1; s < a.shares; ++s) sum += widen(x[s * size + p]);
         out[p] = narrow<Out>(sum * factor);
     }
