@@ -163,10 +163,10 @@ def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...
     n = b * g if exchange == "gather" else b
     taken = _footprint(setup, backend, b, n)
     numbers = Item("log-sum-exps", _NUMBERS * (b + n), "and weights and targets")
-    kept: list[Item] = []
+    most = 0
     if backend.keeps is not None and exchange != "ring":
         most = backend.keeps(b, n, dtype, setup.device, Options(precision=backend.auto_precision))
-        kept += [Item("kept exponentials", most, "see keep=")] if most else []
+    kept = [Item("kept exponentials", most, "see keep=")] if most else []
     alive = [*kept]
     arriving: list[Item] = []
     if exchange == "ring":
@@ -184,8 +184,9 @@ def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...
     casts = gradients if item < state else []
     if backend.finished is not None and exchange != "ring":
         alive.insert(0, gradients[0])
-        # the columns' gradient takes the place of the workspace
-        moments = [[Item("workspace", taken.finished, f"of {backend.name}")], [*arriving, *casts[1:]]]
+        # the columns' gradient takes the place of the workspace; where all is kept, that takes the place of G
+        space = taken.finished - (most if most >= 2 * b * n else 0)
+        moments = [[Item("workspace", space, f"of {backend.name}")], [*arriving, *casts[1:]]]
     else:
         alive.insert(0, Item("rows' sums", b * d * state, f"{b:,} x {d}, {state_dtype(dtype)}"))
         moments = [

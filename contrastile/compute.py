@@ -119,17 +119,12 @@ def _from_graphs(plan: Plan, what: Hashable, arrays: Found, compute: Callable[[F
 
 
 def may_be_replayed(plan: Plan) -> bool:
-    """Whether a whole step of torch's may come from graphs: small, of a process alone, and nothing of it is kept.
-
-    What is kept of the forward pass would be held in the graphs' memory.
-    """
+    """Whether a whole step of torch's may come from graphs: small, and of a process alone."""
     from contrastile.backends.replay import fits
 
     problem, backend = plan.problem, plan.backend
     rows, count = problem.rows, sum([x.shape[0] for x in problem.columns or (problem.rows,)])
     if not problem.traceable or not backend.replayable:
-        return False
-    if local.keeps(rows, count, plan.library, backend, plan.options):
         return False
     # rows against themselves: each pair is computed once
     return fits(rows, count if problem.columns else (count + 1) // 2)

@@ -26,8 +26,8 @@ class Settings(TypedDict, total=False):
         workspace: MiB in which triton and cupy form the logits' gradient, chunk by chunk; None for
             CONTRASTILE_WORKSPACE_MIB, or 512. Other backends ignore it.
         keep: MiB of exponentials that cupy, and torch on a CPU, may keep from the forward pass and need not compute
-            again in the backward; None for CONTRASTILE_KEEP_MIB, or 0 of cupy and 64 of torch, which keeps all that a
-            problem has or nothing. Other backends ignore it.
+            again in the backward; None for CONTRASTILE_KEEP_MIB, or all that a problem has or nothing: cupy where they
+            fit in the workspace and a step is faster for it, torch up to 64 MiB. Other backends ignore it.
         group: the processes that share the batch: a torch.distributed group, "world" for its default group, or an
             mpi4py communicator; every rank passes its own part. None is this process alone.
         exchange: "ring" passes the columns around (O(b d / n) memory per rank), "gather" collects them (O(b d)),

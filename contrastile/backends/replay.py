@@ -343,6 +343,11 @@ def replayed(backend: Backend) -> Backend:
         n, p, s, *of_columns = GRAPHS.call(what, _arrays_of(block), compute)
         return Statistics(SideStatistics(n, p, s), SideStatistics(*of_columns) if of_columns else None)
 
+    def keeping(block: Block, columns: bool, options: Options) -> Statistics:
+        assert backend.keeping is not None
+        # what one graph leaves another would write over
+        return lse(block, columns, options) if small(block) else backend.keeping(block, columns, options)
+
     def finished(
         block: Block, weights: Weights, upstream: Array | None, columns: ColumnForm | None, options: Options
     ) -> Finished:
@@ -362,4 +367,9 @@ def replayed(backend: Backend) -> Backend:
         arrays = *_arrays_of(block), upstream, *weights.rows[:4], *(weights.columns or ())[:4]
         return Finished(*GRAPHS.call(what, arrays, compute))
 
-    return replace(backend, lse=lse, finished=None if backend.finished is None else finished)
+    return replace(
+        backend,
+        lse=lse,
+        keeping=None if backend.keeping is None else keeping,
+        finished=None if backend.finished is None else finished,
+    )

@@ -33,6 +33,11 @@ def kept_bytes(options: Options, default: int = 0) -> int:
     return mebibytes(KEEP, default) if options.keep is None else options.keep * 2**20
 
 
+def is_keep_given(options: Options) -> bool:
+    """Whether somebody has said how much is kept: the call or the environment."""
+    return options.keep is not None or KEEP in os.environ
+
+
 def check() -> None:
     """Raise ValueError for a variable of the environment that no call could use: see ``mebibytes``."""
     for variable in (WORKSPACE, KEEP):

@@ -14,7 +14,15 @@ from cupy_hosted import KINDS, block, hosted, sums, weights
 pytest.importorskip("ml_dtypes")
 
 from contrastile.backends.contract import Options
-from contrastile.backends.cupy.configs import AMPERE, HOPPER, Shares, kept_rows, kept_stride
+from contrastile.backends.cupy.configs import (
+    AMPERE,
+    HOPPER,
+    Shares,
+    keeping_pays,
+    kept_rows,
+    kept_stride,
+    weighted_shares,
+)
 from contrastile.backends.passes import backward_chunk, forward_chunk
 
 # the second has kernels of its own where rows are alone
@@ -110,3 +118,11 @@ def test_no_more_blocks_have_a_part_of_a_tile_row(rows: int, columns: int, multi
 def test_whole_units_of_rows_are_kept(m: int, n: int, mib: int, rows: int) -> None:
     assert kept_rows(m, n, mib * 2**20) == rows
     assert 2 * rows * kept_stride(n) <= mib * 2**20
+
+
+def test_exponentials_are_kept_where_their_products_fill_a_hopper_gpu() -> None:
+    sizes = [2**k for k in range(8, 15)]
+    pays = {width: [b for b in sizes if keeping_pays(b, b, width)] for width in (192, 256, 384, 512, 768, 1024)}
+    both = [8192, 16384]
+    assert pays == {192: [16384], 256: both, 384: [], 512: both, 768: [16384], 1024: both}
+    assert [weighted_shares(b, 512, b) for b in (1, 64, 2048, 4096, 8192, 12288)] == [1, 1, 4, 2, 1, 2]

@@ -55,11 +55,13 @@ def losses() -> dict[str, tuple[Callable[..., Any], tuple[float, ...]]]:
     }
 
 
-def step(loss: Callable[..., Any], image: Any, text: Any, numbers: tuple[float, ...], backend: str) -> list[Any]:
+def step(
+    loss: Callable[..., Any], image: Any, text: Any, numbers: tuple[float, ...], backend: str, **how: Any
+) -> list[Any]:
     """The loss and its gradients by torch's autograd."""
     leaves = [x.detach().clone().requires_grad_() for x in (image, text)]
     leaves += [torch.tensor(x, device="cuda", requires_grad=True) for x in numbers]
-    value = loss(*leaves, backend=backend)
+    value = loss(*leaves, backend=backend, **how)
     return [value.detach(), *torch.autograd.grad(value, leaves)]
 
 
@@ -158,6 +160,22 @@ def test_a_step_can_be_captured_by_torch_and_replayed(
         leaves[1].copy_(another)
     graph.replay()
     assert bits(found) == bits(step(loss, other, another, numbers, "cupy"))
+
+
+@pytest.mark.parametrize("loss", [contrastile.clip_loss, contrastile.info_nce])
+def test_a_large_step_keeps_by_itself_and_is_replayed_with_the_bits_of_a_launched_one(
+    loss: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, text = towers("bfloat16", b=8192, d=512)
+
+    def found(**how: Any) -> list[list[bytes]]:
+        return [bits(step(loss, image, text, (100.0,), "cupy", **how)) for _ in range(4)]
+
+    replayed, formed = found(), found(keep=0)
+    monkeypatch.setenv("CONTRASTILE_GRAPHS", "0")
+    assert replayed == found() == found(keep=512)
+    # G is rounded twice
+    assert formed == found(keep=0) != replayed
 
 
 def test_a_step_can_be_captured_by_cupy_and_replayed() -> None:

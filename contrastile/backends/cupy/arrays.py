@@ -28,10 +28,19 @@ def added(parts: Array, dtype: str = "float64") -> Array:
     return out
 
 
-def scale_cast(x: Array, out: Array, factor: int | None) -> None:
-    """``out = x factor``, both contiguous, rounded once to out's dtype; the factor lies at an address on the device."""
-    arguments = struct("ScaleCastArguments")(x=pointer(x), out=pointer(out), size=x.size, factor=factor)
-    blocks = min(ceil_div(x.size, 4 * THREADS), 8 * multiprocessors(x.device.id))
+def scale_cast(x: Array, out: Array, factor: int | None, shares: int = 1) -> None:
+    """``out = x factor``, both contiguous, rounded once to out's dtype.
+
+    Args:
+        x: of out's shape, or (shares, *shape), which are added.
+        out: is written.
+        factor: its address on the device.
+        shares: how many.
+    """
+    arguments = struct("ScaleCastArguments")(
+        x=pointer(x), out=pointer(out), size=out.size, factor=factor, shares=shares
+    )
+    blocks = min(ceil_div(out.size, 4 * THREADS), 8 * multiprocessors(x.device.id))
     launch(instance("scale_cast", "scale_cast", element(x), element(out)), blocks, THREADS, arguments)
 
 

@@ -27,7 +27,7 @@ from contrastile.backends.cupy.common import (
     new_plan,
     plan_field,
 )
-from contrastile.backends.cupy.configs import narrow_rows
+from contrastile.backends.cupy.configs import narrow_rows, weighted_shares
 from contrastile.backends.cupy.instances import TARGET, instance
 from contrastile.backends.cupy.keeping import Factors, KeptExponentials
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, row_stride, workspace
@@ -123,7 +123,7 @@ class _BackwardPass:
         self.row, self.column = _SideVectors(weights.rows, by_ids), _SideVectors(weights.columns, by_ids)
         self.entries = None if self.tiles.pairs.positives is None else empty(self.m)
         self.dtype, size = self.tiles.dtype, self.tiles.rows.itemsize
-        self.factors = None if kept is None else Factors(kept, self.m, self.n)
+        self.factors = None if kept is None else Factors(kept, self.m, self.n, weights.columns is not None)
         self.start = 0 if kept is None else kept.rows
         self.narrow = only_rows and kept is None and options.tile is None and self.tiles.narrow
         if self.narrow:
@@ -207,11 +207,13 @@ class _BackwardPass:
         factors.set_positives(self.tiles, self.plan, self.entries)
         # nothing, where the exponentials stand for G
         self._tiles(factors.kept.exponentials, Chunk(0, 0, self.start, self.n), in_place_of_kept=True)
-        sums = workspace(self.start, self.tiles.rows.shape[1], "float32")
-        factors.multiply(self.tiles, self.plan, sums, across=False)
-        rows.finalize(sums, 0)
+        width = self.tiles.rows.shape[1]
+        shares = weighted_shares(self.start, width, self.n)
+        sums = workspace(shares * self.start, width, "float32")
+        factors.multiply(self.tiles, self.plan, sums, shares, across=False)
+        rows.finalize(sums, 0, shares)
         if columns.sums is not None:
-            factors.multiply(self.tiles, self.plan, columns.sums, across=True)
+            factors.multiply(self.tiles, self.plan, columns.sums, columns.shares, across=True)
 
     def _other_rows(self, rows: _Rows, columns: _Columns) -> None:
         """The other rows, finalized as soon as their sums are complete, while they may still be in the cache."""
@@ -261,15 +263,19 @@ class _Rows:
         self.total, self.done = sum(ceil_div(high, LINES) for high in heights), 0
         self.parts, self.inner = empty(self.total, dtype="float64"), empty(dtype="float64")
 
-    def finalize(self, sums: Any, row: int) -> None:
-        """Write the gradient of the rows from ``row`` on, of which these are the complete sums; in their order."""
-        features, high = self.owner.tiles.rows, sums.shape[0]
+    def finalize(self, sums: Any, row: int, shares: int = 1) -> None:
+        """Write the gradient of the rows from ``row`` on, of which these are the complete sums; in their order.
+
+        With more than one of the ``shares``, sums holds so many parts of the sums, one after the other.
+        """
+        features, high = self.owner.tiles.rows, sums.shape[0] // shares
         arguments = struct("FinalizeRowsArguments")(
             sums=matrix(sums),
             features=matrix(features[row : row + high]),
             out=matrix(self.out[row : row + high]),
             m=high,
             depth=features.shape[1],
+            shares=shares,
             scale=pointer(self.owner.block.scale),
             plan=pointer(self.owner.plan),
             parts=pointer(self.parts),
@@ -295,8 +301,11 @@ class _Columns:
         shape, wide = (owner.n, owner.tiles.columns.shape[1]), owner.dtype == "float32"
         alone = owner.start == 0 and owner.height >= owner.m
         once = form is None or (form == "gradient" and alone and not wide)
-        self.sums = None if once else cupy.empty(shape, "float32")
-        dtype = owner.tiles.columns.dtype
+        # where all sums come at once, and are cast, they may come in parts
+        whole = form == "gradient" and owner.start == owner.m
+        self.shares = weighted_shares(*shape, owner.m) if whole else 1
+        self.sums = None if once else cupy.empty((self.shares * owner.n, shape[1]), "float32")
+        self.shape, dtype = shape, owner.tiles.columns.dtype
         self.out: Any = cupy.empty(shape, dtype) if form == "gradient" and self.sums is None else self.sums
 
     def add(self, g: Any, chunk: Chunk) -> None:
@@ -315,6 +324,6 @@ class _Columns:
         if self.form == "sums" and self.owner.dtype == "float16":
             scale_gradient(plan, self.sums, divide=True)
         if self.form == "gradient" and self.sums is not None:
-            self.out = self.sums if dtype == self.sums.dtype else cupy.empty(self.sums.shape, dtype)
-            scale_cast(self.sums, self.out, plan_field(plan, "output_scale"))
+            self.out = self.sums if dtype == self.sums.dtype else cupy.empty(self.shape, dtype)
+            scale_cast(self.sums, self.out, plan_field(plan, "output_scale"), self.shares)
         return self.out

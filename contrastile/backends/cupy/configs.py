@@ -69,6 +69,14 @@ class Family:
 HOPPER = Family("sm90", bm=128, bn=192, threads=384, cluster=2, maps=True)
 AMPERE = Family("sm80", bm=128, bn=128, threads=128, resident=2, band=8, stages=2)
 
+_MULTIPROCESSORS = 132
+"""Of a Hopper GPU, here and on every other one: the same shapes give the same bits."""
+
+_STEP_OF_ALL = 128 * 256 * 64 * _MULTIPROCESSORS
+_FIRST_STEPS, _ADDED_A_STEP = 5, 2**19
+"""Of products of kept exponentials: how much one step of all blocks multiplies, what a block takes beside its steps,
+and how many sums are added in the time of one."""
+
 # the GPUs whose multiprocessors have 228 KiB of shared memory, room for three stages twice
 _THREE_STAGES = (90, 100, 103, 110)
 
@@ -145,6 +153,34 @@ def kept_rows(m: int, n: int, room: int) -> int:
     """
     most, step = room // (2 * kept_stride(n)), HOPPER.step
     return _whole(m, most, step) if most >= min(m, step) else 0
+
+
+def weighted_blocks(lines: int, width: int) -> int:
+    """Blocks of a product of kept exponentials, (lines, width): two make 256 lines and columns together."""
+    return 2 * ceil_div(lines, 256) * ceil_div(width, 256)
+
+
+def _weighted_steps(lines: int, width: int, depth: int, shares: int) -> float:
+    """The time of such a product over ``depth``, in steps of 64 of one block, with the addition of its shares."""
+    waves = ceil_div(weighted_blocks(lines, width) * shares, _MULTIPROCESSORS)
+    return waves * (ceil_div(depth, 64 * shares) + _FIRST_STEPS) + shares * lines * width / _ADDED_A_STEP
+
+
+def weighted_shares(lines: int, width: int, depth: int) -> int:
+    """Into how many parts the contraction of such a product is divided, so that few multiprocessors idle at its end."""
+    most = min(8, ceil_div(depth, 64))
+    return min(range(1, most + 1), key=lambda shares: _weighted_steps(lines, width, depth, shares))
+
+
+def keeping_pays(m: int, n: int, width: int) -> bool:
+    """Whether a block's step is faster with all exponentials kept.
+
+    It is where both products fill the multiprocessors; of narrow features less will do, whose G costs more than its
+    products.
+    """
+    sides = (m, n), (n, m)
+    taken = sum(_weighted_steps(a, width, b, weighted_shares(a, width, b)) for a, b in sides)
+    return 2 * m * n * width / _STEP_OF_ALL >= taken * (0.82 if width > 256 else 0.65)
 
 
 def narrow_rows(m: int, options: Options) -> int:

@@ -121,7 +121,7 @@ class _ForwardPass:
         self.tiles = Tiles(block, options.precision)
         self.m, self.n = block.rows.shape[0], block.columns.shape[0]
         self.whole = Chunk(0, 0, self.m, self.n)
-        self.kept = KeptExponentials.new(self.tiles, columns, options) if keep else None
+        self.kept = KeptExponentials.new(self.tiles, options) if keep else None
         family, target = self.tiles.family, self.tiles.mask == TARGET
         numbers = len(_SUMS) + (len(_BY_IDS) if target else 0)
         self.height, self.width = forward_chunk(self.m, self.n, family.shape, options, numbers, family.cluster)
@@ -152,10 +152,8 @@ class _ForwardPass:
                 for chunk in chunks(stop, self.n, self.height, self.width, start):
                     self._chunk(safe, chunk)
         self._positives()
-        if not self.two_sided:
-            return Statistics(self.rows.statistics())
-        kept = None if self.kept is None else self.kept.memory
-        return Statistics(self.rows.statistics(), self.columns.statistics(), kept)
+        of_columns = self.columns.statistics() if self.two_sided else None
+        return Statistics(self.rows.statistics(), of_columns, None if self.kept is None else self.kept.memory)
 
     def _precheck(self) -> None:
         """Decide on the path, and take the logits of the positives that indices name."""

@@ -13,12 +13,12 @@ from typing import Any
 from contrastile.backends.contract import Options
 from contrastile.backends.cupy.arguments import constant, struct
 from contrastile.backends.cupy.common import THREADS, plan_bytes
-from contrastile.backends.cupy.configs import kept_rows, kept_stride, uses_hopper_kernels
+from contrastile.backends.cupy.configs import keeping_pays, kept_rows, kept_stride, uses_hopper_kernels
 from contrastile.backends.cupy.instances import KEPT_DTYPE, PLAIN, instance
 from contrastile.backends.cupy.launch import empty, launch, pointer, row_stride
 from contrastile.backends.cupy.tiles import Tiles
 from contrastile.backends.passes import Chunk, ceil_div
-from contrastile.backends.settings import kept_bytes
+from contrastile.backends.settings import is_keep_given, kept_bytes, workspace_bytes
 
 _UNIT = constant("KEPT_UNIT")
 _NARROW = 128
@@ -28,18 +28,22 @@ _NARROW = 128
 def most_rows(m: int, n: int, dtype: str, options: Options) -> int:
     """How many of the first rows of a block of m rows and n columns keep their exponentials on Hopper, at most.
 
+    Where nobody says how much is kept, it is what would be G's workspace otherwise: all of a block or nothing.
     Nothing is kept with a tile of the caller's, which caps the memory in use.
     """
-    able = m and n and dtype == KEPT_DTYPE and options.tile is None
-    room = kept_bytes(options) if able else 0
-    return kept_rows(m, n, room) if room and uses_hopper_kernels() else 0
+    if not (m and n and dtype == KEPT_DTYPE and options.tile is None and uses_hopper_kernels()):
+        return 0
+    if is_keep_given(options):
+        return kept_rows(m, n, kept_bytes(options))
+    return m if 2 * m * kept_stride(n) <= workspace_bytes(options) else 0
 
 
-def rows_to_keep(tiles: Tiles, two_sided: bool, options: Options) -> int:
+def rows_to_keep(tiles: Tiles, options: Options) -> int:
     """How many of the first rows of a block keep their exponentials: 0 unless its kernels can and it pays."""
     (m, width), n = tiles.rows.shape, tiles.columns.shape[0]
-    able = tiles.family.maps and tiles.mask == PLAIN and two_sided and width > _NARROW
-    return most_rows(m, n, tiles.dtype, options) if able else 0
+    able = tiles.family.maps and tiles.mask == PLAIN and width > _NARROW
+    pays = is_keep_given(options) or keeping_pays(m, n, width)
+    return most_rows(m, n, tiles.dtype, options) if able and pays else 0
 
 
 def size_of(rows: int, n: int) -> int:
@@ -62,9 +66,9 @@ class KeptExponentials:
     plan: Any
 
     @staticmethod
-    def new(tiles: Tiles, two_sided: bool, options: Options) -> KeptExponentials | None:
+    def new(tiles: Tiles, options: Options) -> KeptExponentials | None:
         """Memory for what is to be kept of a block; None where that is nothing."""
-        rows, n = rows_to_keep(tiles, two_sided, options), tiles.columns.shape[0]
+        rows, n = rows_to_keep(tiles, options), tiles.columns.shape[0]
         return KeptExponentials.of(empty(size_of(rows, n), dtype="uint8"), n) if rows else None
 
     @staticmethod
@@ -90,9 +94,11 @@ class KeptExponentials:
 class Factors:
     """The vectors that go with kept exponentials in a backward pass, ``u 2^(r - L)`` and ``v 2^(r - M)``."""
 
-    def __init__(self, kept: KeptExponentials, m: int, n: int) -> None:
+    def __init__(self, kept: KeptExponentials, m: int, n: int, two_sided: bool) -> None:
         self.kept = kept
         self.row, self.column = (empty(ceil_div(length, _UNIT) * _UNIT) for length in (m, n))
+        if not two_sided:
+            self.column.fill(0)
 
     def epilogue_arguments(self) -> dict[str, int | None]:
         """The arguments of ``epilogue_scales``, which writes them."""
@@ -124,14 +130,18 @@ class Factors:
         )
         launch(instance("kept_positives", "kept_positives"), ceil_div(rows, THREADS), THREADS, arguments)
 
-    def multiply(self, tiles: Tiles, plan: Any, out: Any, *, across: bool) -> None:
-        """Write the rows' sums over all columns, (rows, d), or with ``across`` the columns' over these rows, (n, d)."""
+    def multiply(self, tiles: Tiles, plan: Any, out: Any, shares: int = 1, *, across: bool) -> None:
+        """Write the rows' sums over all columns, (rows, d), or with ``across`` the columns' over these rows, (n, d).
+
+        Out has a matrix for each of the shares, whose sum is meant.
+        """
         lines, steps = (self.column, self.row) if across else (self.row, self.column)
         # a map of these rows alone: past them it must read zeros
         features = tiles.rows[: self.kept.rows] if across else tiles.columns
         tiles.weighted(
             self.kept.exponentials,
             features,
+            shares,
             across=across,
             plan=pointer(plan),
             lines=pointer(lines),

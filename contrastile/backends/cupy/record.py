@@ -17,7 +17,7 @@ from contrastile.backends.cupy.keeping import most_rows, size_of
 from contrastile.backends.cupy.launch import capability
 from contrastile.backends.cupy.sigmoid_pass import sigmoid_loss
 from contrastile.backends.passes import own_references, supports
-from contrastile.backends.settings import kept_bytes
+from contrastile.backends.settings import is_keep_given, kept_bytes
 
 
 def require_gpu() -> None:
@@ -56,7 +56,7 @@ def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:
     bfloat16, where exponentials may be kept: they are rounded as they are kept, and G, their product with its factors,
     once more, ``(1 + 2^-8)^2 - 1`` together.
     """
-    keeps = dtype == KEPT_DTYPE and uses_hopper_kernels() and kept_bytes(options) > 0
+    keeps = dtype == KEPT_DTYPE and uses_hopper_kernels() and (not is_keep_given(options) or kept_bytes(options) > 0)
     precision = options.precision
     rounding = {"float16": 2.0**-11, "bfloat16": 2.0**-7 + 2.0**-16 if keeps else 2.0**-8}.get(dtype, 0.0)
     exact = dtype == "float32" and precision == "ieee"

@@ -14,7 +14,15 @@ from contrastile.backends.contract import Block, Pairs
 from contrastile.backends.crossing import dtype_name
 from contrastile.backends.cupy.arguments import constant, struct
 from contrastile.backends.cupy.common import THREADS, contiguous
-from contrastile.backends.cupy.configs import NARROW_SIDE, Family, Shares, kernel_family, narrow, uses_hopper_kernels
+from contrastile.backends.cupy.configs import (
+    NARROW_SIDE,
+    Family,
+    Shares,
+    kernel_family,
+    narrow,
+    uses_hopper_kernels,
+    weighted_blocks,
+)
 from contrastile.backends.cupy.instances import (
     DROP,
     DROP_LIMITS,
@@ -39,7 +47,7 @@ from contrastile.backends.cupy.launch import (
     row_stride,
 )
 from contrastile.backends.cupy.tensor_maps import tensor_map
-from contrastile.backends.passes import Chunk, ceil_div, contiguous_pairs, own_references
+from contrastile.backends.passes import Chunk, contiguous_pairs, own_references
 
 _WIDE = 64
 """Columns of a block of a tensor map: the 128 bytes that one swizzle takes."""
@@ -48,9 +56,6 @@ _JOINS = constant("NARROW_JOINS")
 
 _STORED_ROWS = 16
 """Rows of a block of G that one store takes."""
-
-_WEIGHTED = 256
-"""Lines and columns of a product of kept exponentials that two blocks make together."""
 
 
 class Tiles:
@@ -170,19 +175,20 @@ class Tiles:
         kernel = narrow_kernel(name, self.family, self.dtype, self.mask)
         launch(kernel, shares.blocks, self.family.threads, *maps, arguments, shared=self.family.shared)
 
-    def weighted(self, kept: Any, features: Any, *, across: bool, **arguments: Any) -> None:
+    def weighted(self, kept: Any, features: Any, shares: int, *, across: bool, **arguments: Any) -> None:
         """Queue the product of kept exponentials, their factors and features.
 
         Args:
             kept: (h, n) exponentials.
             features: (n, d) columns, or with ``across`` the (h, d) rows that the exponentials are of.
+            shares: of the contraction; their products are not added.
             across: whether the columns' sums are to be made, not the rows'.
             arguments: of the kernel's struct, without the sizes.
         """
         lines, depth = reversed(kept.shape) if across else kept.shape
         width = features.shape[1]
-        given = struct("WeightedArguments")(height=lines, width=width, depth=depth, **arguments)
-        blocks = 2 * ceil_div(lines, _WEIGHTED) * ceil_div(width, _WEIGHTED)
+        given = struct("WeightedArguments")(height=lines, width=width, depth=depth, shares=shares, **arguments)
+        blocks = weighted_blocks(lines, width) * shares
         maps = (tensor_map(x, (_WIDE, _WIDE)) for x in (kept, features))
         kernel = weighted_kernel(self.family, across=across)
         launch(kernel, blocks, self.family.threads, *maps, given, shared=self.family.shared)

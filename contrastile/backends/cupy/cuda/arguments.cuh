@@ -110,9 +110,10 @@ struct WeightedArguments {
     const Plan* plan;         // kept 0: E holds G itself, and both factors count as 1/2
     const float* lines;       // one factor for each line of out, (lines rounded up to 128,)
     const float* steps;       // one factor for each step of the contraction, (rounded up to 64,), 16-byte aligned
-    float* out;               // (height, width), written
-    long long out_stride;
-    int height, width, depth;  // of out, and of the contraction
+    float* out;               // (shares, height, width), written: their sum is the product
+    long long out_stride;     // from one line to the next
+    int height, width, depth;  // of one share of out, and of the contraction
+    int shares;               // parts of the contraction
 };
 
 struct SigmoidArguments {

@@ -201,9 +201,10 @@ struct PlanSigmoidArguments {
 
 // scale_cast<In, Out>: any number of blocks, 256 threads.
 struct ScaleCastArguments {
-    const void* x;        // (size,) of In
+    const void* x;        // (shares, size) of In
     void* out;            // (size,) of Out; may be x itself where In is Out
     long long size;
+    int shares;           // that are added
     const float* factor;  // 0-d
 };
 
@@ -251,10 +252,10 @@ struct WeightedNllArguments {
 
 // finalize_rows<T>: blocks ceil(m / LINES), 256 threads. One launch for each chunk of rows; the last block adds.
 struct FinalizeRowsArguments {
-    Matrix sums;         // (m, depth) float, of these rows, times gradient_scale
+    Matrix sums;         // (shares m, depth) float, of these rows, times gradient_scale
     Matrix features;     // (m, depth) of T
     Matrix out;          // (m, depth) of T
-    long long m, depth;
+    long long m, depth, shares;
     const float* scale;  // 0-d
     Plan* plan;
     double* parts;       // (all_blocks,): of all chunks

@@ -29,7 +29,7 @@ __device__ __forceinline__ void add_parts(const FinalizeRowsArguments& a, double
 
 // out = scale sums / gradient_scale, and inner = sum of <features_i, sums_i> / gradient_scale over the rows of all chunks.
 //
-// sums is read once: eight products at a time in float32, their sums in double. gradient_scale is a power of two.
+// The shares of sums are added in their order, and read once: eight products at a time in float32, their sums in double. gradient_scale is a power of two.
 template <class T>
 __global__ void __launch_bounds__(256) finalize_rows(const __grid_constant__ FinalizeRowsArguments a) {
     static_assert(LINES == 8, "a warp takes one row");
@@ -50,6 +50,12 @@ __global__ void __launch_bounds__(256) finalize_rows(const __grid_constant__ Fin
             for (long long k = 8 * lane; k < tail; k += 256) {
                 float x[8], y[8];
                 sums.eight(k, x);
+#pragma unroll 1
+                for (long long s = 1; s < a.shares; ++s) {
+                    row_of<float>(a.sums, s * a.m + i).eight(k, y);
+#pragma unroll
+                    for (int e = 0; e < 8; ++e) x[e] += y[e];
+                }
                 features.eight(k, y);
                 float eight = 0.0f;
                 struct alignas(16) Pack {
@@ -67,7 +73,10 @@ __global__ void __launch_bounds__(256) finalize_rows(const __grid_constant__ Fin
             }
         }
         for (long long k = tail + lane; k < a.depth; k += 32) {
-            const float x = sums.at(k) * unscale;
+            float x = sums.at(k);
+#pragma unroll 1
+            for (long long s = 1; s < a.shares; ++s) x += row_of<float>(a.sums, s * a.m + i).at(k);
+            x *= unscale;
             inner += x * features.at(k);
             out[k] = narrow<T>(x * factor);
         }

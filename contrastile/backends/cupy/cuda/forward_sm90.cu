@@ -5,7 +5,7 @@
 // Each tile writes one partial a row and one a column; a fold adds them in the order of the tiles, so the result does
 // not depend on which tile was first.
 //
-// forward_keeping_sm90<T>: the fast path without masks, of both sides, which keeps its exponentials too, rounded to T:
+// forward_keeping_sm90<T>: the fast path without masks, which keeps its exponentials too, rounded to T:
 // (height, width), through a tensor map; 0 for positives.
 #include "epilogue_forward.cuh"
 #include "pair_storage_sm90.cuh"

@@ -3,7 +3,7 @@
 
 namespace contrastile {
 
-// out = x factor, the product in float32, rounded once to out's type.
+// out = factor times the sum of the shares of x, in their order and in float32, rounded once to out's type.
 template <class In, class Out>
 __global__ void __launch_bounds__(256) scale_cast(const __grid_constant__ ScaleCastArguments a) {
     struct alignas(4 * sizeof(Out)) Four {
@@ -19,17 +19,29 @@ __global__ void __launch_bounds__(256) scale_cast(const __grid_constant__ ScaleC
     const long long thread = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
     const long long threads = static_cast<long long>(gridDim.x) * THREADS;
     const bool wide = reinterpret_cast<unsigned long long>(x) % sizeof(FourIn) == 0 &&
-                       reinterpret_cast<unsigned long long>(out) % sizeof(Four) == 0;
+                       reinterpret_cast<unsigned long long>(out) % sizeof(Four) == 0 && (a.shares == 1 || size % 4 == 0);
     const long long packs = wide ? size / 4 : 0;
     for (long long p = thread; p < packs; p += threads) {
         const FourIn in = reinterpret_cast<const FourIn*>(x)[p];
+        float sum[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[e] = widen(in.at[e]);
+#pragma unroll 1
+        for (int s = 1; s < a.shares; ++s) {
+            const FourIn more = reinterpret_cast<const FourIn*>(x + s * size)[p];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[e] += widen(more.at[e]);
+        }
         Four four;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) four.at[e] = narrow<Out>(widen(in.at[e]) * factor);
+        for (int e = 0; e < 4; ++e) four.at[e] = narrow<Out>(sum[e] * factor);
         reinterpret_cast<Four*>(out)[p] = four;
     }
     for (long long p = 4 * packs + thread; p < size; p += threads) {
-        out[p] = narrow<Out>(widen(x[p]) * factor);
+        float sum = widen(x[p]);
+#pragma unroll 1
+        for (int s = 1; s < a.shares; ++s) sum += widen(x[s * size + p]);
+        out[p] = narrow<Out>(sum * factor);
     }
 }
 

@@ -3,10 +3,10 @@
 //
 // weighted_sm90<ACROSS>: out (height, width) = G features, G_ik = E_ik (line_i + step_k), E in bfloat16. The contraction
 // runs along the rows of E (0: lines are rows, the rows' gradient) or across them (1: lines are columns of E, the
-// columns' gradient). Grid of 2 ceil(height / 256) ceil(width / 256) blocks of PIPELINE_THREADS threads,
+// columns' gradient). Grid of 2 ceil(height / 256) ceil(width / 256) shares blocks of PIPELINE_THREADS threads,
 // ALL_SHARED bytes of dynamic shared memory.
 //
-// A block makes a tile of 128 lines by 256 columns. Its producer feeds a ring of stages, each one step of 64 of the
+// A block makes a tile of 128 lines by 256 columns, of its share of the contraction. Its producer feeds a ring of stages, each one step of 64 of the
 // contraction: 128 x 64 of E, 64 x 256 of the features and 64 factors. Each of two consumers takes 64 lines: it reads its
 // part of E into registers, in the layout of wgmma's first operand, weights it, rounds it to bfloat16, and multiplies.
 // While the tensor cores work on one step a consumer weights the next.
@@ -39,25 +39,30 @@ __device__ const struct alignas(16) {
              0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f,
              0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f}};
 
-// First line and first column of a block's tile, and its place in the cluster.
+// First line and first column of a block's tile, its share, the first of its steps and how many these are.
 struct Tile {
-    int line, column;
-    unsigned rank;
+    int line, column, share, begin, steps;
+    unsigned rank;  // in the cluster
 
-    __device__ __forceinline__ explicit Tile(int width) : rank(cluster_rank()) {
-        const unsigned across = (width + WIDE_COLUMNS - 1) / WIDE_COLUMNS, cluster = blockIdx.x / 2;
+    __device__ __forceinline__ explicit Tile(const WeightedArguments& a) : rank(cluster_rank()) {
+        const unsigned across = (a.width + WIDE_COLUMNS - 1) / WIDE_COLUMNS, clusters = gridDim.x / 2 / a.shares;
+        const unsigned cluster = blockIdx.x / 2 % clusters;
         line = (2 * (cluster / across) + rank) * LINES_A_BLOCK;
         column = cluster % across * WIDE_COLUMNS;
+        share = blockIdx.x / 2 / clusters;
+        const int all = (a.depth + STEP - 1) / STEP;
+        begin = all * share / a.shares;
+        steps = all * (share + 1) / a.shares - begin;
     }
 };
 
 template <int ACROSS>
 __device__ __forceinline__ void produce(unsigned base, const TensorMap& e, const TensorMap& features,
-                                        const WeightedArguments& a, const Tile& tile, int steps) {
+                                        const WeightedArguments& a, const Tile& tile) {
     const bool kept = a.plan->kept != 0;
     Cursor<STAGES> at;
     at.parity = 1;  // the phase before the first counts as complete: the ring starts empty
-    for (int k = 0; k < steps; ++k) {
+    for (int k = tile.begin; k < tile.begin + tile.steps; ++k) {
         const unsigned stage = base + at.stage * STAGE_BYTES, full = base + FULL_AT + 8 * at.stage;
         barrier_wait(base + EMPTY_AT + 8 * at.stage, at.parity);
         barrier_expect(full, STAGE_BYTES + FACTORS_BYTES);
@@ -164,11 +169,12 @@ struct Consumer {
 };
 
 // The thread's two rows of the tile: groups of 8 columns, two of each the thread's.
-__device__ __forceinline__ void put(const float (&acc)[WIDE_VALUES], const WeightedArguments& a, int line, int column) {
+__device__ __forceinline__ void put(const float (&acc)[WIDE_VALUES], float* share, const WeightedArguments& a, int line,
+                                    int column) {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
         if (line + 8 * q >= a.height) continue;
-        float* out = a.out + (line + 8 * q) * a.out_stride;
+        float* out = share + (line + 8 * q) * a.out_stride;
 #pragma unroll
         for (int g = 0; g < WIDE_COLUMNS / 8; ++g) {
             const int at = column + 8 * g;
@@ -198,11 +204,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)
         publish_barriers();
     }
     cluster_sync();
-    const Tile tile(a.width);
-    const int steps = (a.depth + STEP - 1) / STEP;
+    const Tile tile(a);
     if (group == 0) {
         give_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x == 0) produce<ACROSS>(base, e, features, a, tile, steps);
+        if (threadIdx.x == 0) produce<ACROSS>(base, e, features, a, tile);
     } else {
         take_registers<CONSUMER_REGISTERS>();
         const int consumer = group - 1, warp = threadIdx.x / 32 % 4, low = lane % 8;
@@ -217,8 +222,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)
         for (int q = 0; q < 2; ++q)
             self.lines[q] = line + 8 * q >= a.height ? 0.0f : kept ? a.lines[line + 8 * q] : 0.5f;
         float acc[WIDE_VALUES];
-        self.run(steps, acc);
-        put(acc, a, line, tile.column + 2 * (lane % 4));
+        self.run(tile.steps, acc);
+        float* share = a.out + static_cast<long long>(tile.share) * a.height * a.out_stride;
+        put(acc, share, a, line, tile.column + 2 * (lane % 4));
     }
     cluster_sync();  // the other block may still copy here or arrive at these barriers
 }
