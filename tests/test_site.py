@@ -32,17 +32,6 @@ def test_the_committed_captures_are_of_today_s_commands_and_name_no_machine() ->
         assert not re.search(r"/(home|root|tmp|Users|opt|usr)\b", text)
 
 
-def test_the_smallest_text_of_every_chart_is_legible_on_a_phone() -> None:
-    charts = [*(ROOT / "docs" / "assets").glob("home*.svg"), *(ROOT / "docs" / "results").glob("*.svg")]
-    assert len(charts) > 3
-    for path in charts:
-        text = path.read_text(encoding="utf-8")
-        width = float(re.findall(r'viewBox="0 0 ([\d.]+)', text)[0])
-        # that of the column; other charts scroll in 31rem, and phones are not given this one
-        shown = {"home-phone": 358, "home": 705}.get(path.stem, 620)
-        assert min(map(float, re.findall(r"font-size: ([\d.]+)px", text))) * shown / width >= 9, path
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="needs MkDocs: pip install 'contrastile[docs]'")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

@@ -101,12 +101,6 @@ def test_nothing_is_timed_that_failed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {row["name"] for row in found["times"]} == {"contrastile torch"}
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert everyday.main([]) == 2
-    assert "--device cpu" in capsys.readouterr().err
-
-
 def test_every_call_of_the_readme_is_timed() -> None:
     for wanted, there in ((tables.CALLS, everyday.EVERYDAY), (tables.CALLS_OF_RANKS, everyday.OF_RANKS)):
         assert set(wanted) <= {case.label for case in there}

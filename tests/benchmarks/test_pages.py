@@ -10,8 +10,6 @@ from typing import Any
 import make_pages
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def record() -> dict[str, Any]:
     row = {"part": "peers", "n": 1, "rows": 65536, "b": 65536, "d": 512, "scale": 100.0, "what": "both", "graph": False}
@@ -41,9 +39,3 @@ def test_a_page_that_says_something_else_is_found_out(tmp_path: Path, capsys: py
     chart.write_text(chart.read_text().replace("Some GPU", "Old GPU"))
     assert make_pages.main([*how, "--check"]) == 1
     assert "docs/assets/home.svg is stale" in capsys.readouterr().out
-
-
-def test_no_table_of_a_page_is_longer_than_a_screen() -> None:
-    for path in (ROOT / "README.md", *(ROOT / "docs" / "benchmarks").glob("*.md")):
-        blocks = path.read_text(encoding="utf-8").split("\n\n")
-        assert max(block.count("\n|") for block in blocks) <= 26, path

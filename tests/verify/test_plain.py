@@ -4,41 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from contrastile.backends.contract import Accuracy
-from contrastile.backends.registry import load
 from contrastile.verify.cases import build, names
-from contrastile.verify.execution import outcome
 from contrastile.verify.plain import NOISIER, compare_with_plain, plain_outcome
 from contrastile.verify.truth import truth
 
 FLOAT32 = Accuracy(unit=2.0**-24, accumulate_unit=2.0**-24)
-CERTAIN = [name for name in names() if name.startswith("certain")]
 FINITE = [name for name in names() if not name.startswith(("wordnet", "nan", "inf"))]
+
+# NumPy's exponentials warn where a plain computation overflows
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.mark.parametrize("name", FINITE)
 def test_the_plain_computation_is_no_noisier_than_itself(name: str) -> None:
     problem = build(name, "float32")
     exact = truth(problem)
-    with np.errstate(all="ignore"):
-        got = plain_outcome(problem, exact, FLOAT32, "float32")
+    got = plain_outcome(problem, exact, FLOAT32, "float32")
     # two roundings of the ratio itself
     assert compare_with_plain(problem, exact, got, FLOAT32, "float32").ratio * NOISIER["cpu"] <= 1 + 2.0**-51
-
-
-@pytest.mark.parametrize("name", CERTAIN)
-def test_separate_positives_are_far_more_exact(name: str) -> None:
-    """The plain computation loses the loss of certain pairs; the oracle's own tiles in float64 do not."""
-    problem = build(name, "float32")
-    exact = truth(problem)
-    with np.errstate(all="ignore"):
-        lost = abs(plain_outcome(problem, exact, FLOAT32, "float32").loss - exact.outcome.loss)
-    kept = abs(outcome(problem, load("numpy"), "float32").loss - exact.outcome.loss)
-    assert kept <= 2.0**-40 * abs(exact.outcome.loss)
-    assert kept < lost / 100
 
 
 @pytest.mark.parametrize("field", ["loss", "rows", "scale"])
@@ -54,8 +40,7 @@ def test_noise_beyond_the_plain_computation_s_fails(field: str) -> None:
 def test_twice_the_plain_computation_s_error_is_the_limit_on_a_host_and_three_times_on_a_gpu() -> None:
     problem = build("square-ragged", "float32")
     exact = truth(problem)
-    with np.errstate(all="ignore"):
-        plain = plain_outcome(problem, exact, FLOAT32, "float32")
+    plain = plain_outcome(problem, exact, FLOAT32, "float32")
     noisy = replace(exact.outcome, rows=exact.outcome.rows + 2.5 * (plain.rows - exact.outcome.rows))
     ratios = [
         compare_with_plain(problem, exact, noisy, FLOAT32, "float32", NOISIER[device]).ratio
