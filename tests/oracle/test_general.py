@@ -10,15 +10,7 @@ from hypothesis import given, settings
 from oracle_problems import RAGGED, Problem, problems
 from second_opinions import by_autograd
 
-from contrastile.oracle.general import (
-    column_lse,
-    gradient_of_logits,
-    gradients,
-    logits,
-    loss,
-    merge,
-    row_lse,
-)
+from contrastile.oracle.general import column_lse, gradient_of_logits, gradients, logits, loss, merge, row_lse
 from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigma, sigmoid_loss, softplus
 
 B = 7.0

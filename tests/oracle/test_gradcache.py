@@ -4,12 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from balls import (
-    Ball,
-    agrees,
-    contrastive,
-    one_hot,
-)
+from balls import Ball, agrees, contrastive, one_hot
 from hypothesis import given
 from hypothesis import strategies as st
 from paper_towers import BATCH_NORM, BILINEAR, DROPOUT, EPSILON, LINEAR, TANH, ball_forward, ball_step, ball_vjp, mask

@@ -9,13 +9,43 @@ from typing import Any
 import pytest
 import torch
 from chunked_graphs import graphs_kept, taken, worst
-from small_towers import B, D, every_parameter, log_scale, setting, skins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import contrastile
 from contrastile import training
 from contrastile.training import chunks
+
+B, D = 17, 6
+DOUBLE = torch.float64
+
+
+def log_scale() -> nn.Parameter:
+    return nn.Parameter(torch.tensor(0.7, dtype=DOUBLE))
+
+
+def setting(dtype: torch.dtype = DOUBLE) -> tuple[list[nn.Module], list[Tensor]]:
+    """Two towers with dropout, and their inputs."""
+    nets, inputs = list[nn.Module](), list[Tensor]()
+    for i in range(2):
+        torch.manual_seed(i)
+        nets.append(nn.Sequential(nn.Linear(4 + i, 9), nn.Tanh(), nn.Dropout(0.5), nn.Linear(9, D)).to(dtype))
+        inputs.append(torch.randn(B, 4 + i, dtype=dtype))
+    return nets, inputs
+
+
+def every_parameter(*modules: nn.Module) -> list[Tensor]:
+    return [p for module in modules for p in module.parameters()]
+
+
+def cached(encode: Any, inputs: Any, loss: Any, *, scale: Any, chunk: Any) -> Tensor:
+    """The same call as ``cached_step``."""
+    value = training.Cached(loss, encode, chunk)(*inputs, scale=scale)
+    value.backward()
+    return value.detach()
+
+
+CALLS = pytest.mark.parametrize("call", [training.cached_step, cached])
 
 
 def checkpointed(net: nn.Module, reentrant: bool) -> Callable[[Tensor], Tensor]:
@@ -33,7 +63,7 @@ def checkpointed(net: nn.Module, reentrant: bool) -> Callable[[Tensor], Tensor]:
     ids=["checkpointed", "reentrant", "compiled"],
 )
 def test_encoders_may_be_checkpointed_or_compiled(made: Any) -> None:
-    towers, inputs = setting((B, B))
+    towers, inputs = setting()
     parameters = every_parameter(*towers)
     expected = graphs_kept(towers, [x.split(5) for x in inputs], contrastile.clip_loss, [lambda: 3.0], parameters)
     encoders = [made(net) for net in towers]
@@ -49,7 +79,7 @@ def narrow(function: Callable[..., Tensor], *given: Any) -> Tensor:
 
 def test_autocast_around_the_call_is_that_inside_the_encoders_and_the_loss() -> None:
     """Also in the backward of ``Cached``, which is called outside; and no cached copy of a weight loses a gradient."""
-    towers, inputs = setting((B, B), torch.float32)
+    towers, inputs = setting(torch.float32)
     parameters = every_parameter(*towers)
     torch.manual_seed(0)
     inside = functools.partial(narrow, contrastile.clip_loss)
@@ -68,7 +98,7 @@ def test_autocast_around_the_call_is_that_inside_the_encoders_and_the_loss() -> 
 
 
 def test_the_second_pass_has_a_graph_whoever_calls_it() -> None:
-    towers, inputs = setting((B, B))
+    towers, inputs = setting()
     parameters = every_parameter(*towers)
     found = []
     for mode in (torch.enable_grad(), torch.no_grad()):
@@ -81,10 +111,10 @@ def test_the_second_pass_has_a_graph_whoever_calls_it() -> None:
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("skin", ["cached_step", "Cached"])
-def test_the_graph_of_a_scale_may_be_shared_by_losses(skin: str) -> None:
+@CALLS
+def test_the_graph_of_a_scale_may_be_shared_by_losses(call: Any) -> None:
     """As in one sum of losses without a cache."""
-    towers, inputs = setting((B, B))
+    towers, inputs = setting()
     number = log_scale()
     parameters = [*every_parameter(*towers), number]
     found = []
@@ -92,7 +122,7 @@ def test_the_graph_of_a_scale_may_be_shared_by_losses(skin: str) -> None:
         scale = number.exp()
         torch.manual_seed(0)
         values = [
-            skins()[skin](towers, tuple(inputs), loss, scale=scale if shared else number.exp, chunk=5)
+            call(towers, tuple(inputs), loss, scale=scale if shared else number.exp, chunk=5)
             for loss in (contrastile.clip_loss, contrastile.nt_xent)
         ]
         # and by what else the caller makes of it
@@ -103,7 +133,7 @@ def test_the_graph_of_a_scale_may_be_shared_by_losses(skin: str) -> None:
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_frozen_tower_is_encoded_once_and_gets_no_gradient(frozen: int) -> None:
-    towers, inputs = setting((B, B))
+    towers, inputs = setting()
     towers[frozen].requires_grad_(False)
     calls: list[int] = []
     towers[frozen].register_forward_pre_hook(lambda *_: calls.append(1))
@@ -123,9 +153,9 @@ class WithScale(nn.Module):
         return self.net(x), self.log_scale.exp()
 
 
-@pytest.mark.parametrize("skin", ["cached_step", "Cached"])
-def test_a_scale_that_comes_out_of_a_frozen_tower_learns(skin: str) -> None:
-    towers, inputs = setting((B, B))
+@CALLS
+def test_a_scale_that_comes_out_of_a_frozen_tower_learns(call: Any) -> None:
+    towers, inputs = setting()
     first = WithScale(towers[0])
 
     def loss(a: Tensor, scale: Tensor, b: Tensor) -> Tensor:
@@ -136,7 +166,7 @@ def test_a_scale_that_comes_out_of_a_frozen_tower_learns(skin: str) -> None:
         towers, [x.split(5) for x in inputs], contrastile.clip_loss, [first.log_scale.exp], parameters
     )
     torch.manual_seed(0)
-    skins()[skin]((first, towers[1]), tuple(inputs), loss, chunk=5, scale=None)
+    call((first, towers[1]), tuple(inputs), loss, chunk=5, scale=None)
     assert torch.equal(taken([first.log_scale])[0], expected.gradients[-1])
 
 
@@ -152,42 +182,13 @@ def test_the_seconds_of_the_loss_are_those_between_the_two_passes(monkeypatch: p
         tick(7)
         return contrastile.clip_loss(a, b, scale)
 
-    towers, inputs = setting((B, B))
+    towers, inputs = setting()
     for net in towers:
         net.register_forward_pre_hook(lambda *_: tick(1))
     monkeypatch.setattr("contrastile.training.metrics.time.perf_counter", lambda: float(ticks))
     found = training.cached_step(towers, tuple(inputs), loss, scale=2.0, chunk=5, metrics=("loss", "loss_seconds"))
     assert found["loss_seconds"] == 7
     assert ticks == 7 + 2 * 8
-
-
-class Held:
-    """A tensor that is saved for a backward pass; the most elements that were alive at a time are counted."""
-
-    alive = most = 0
-
-    def __init__(self, x: Tensor) -> None:
-        self.x, self.size = x, x.numel() if x.shape[-1:] == (9,) else 0
-        Held.alive += self.size
-        Held.most = max(Held.most, Held.alive)
-
-    def __del__(self) -> None:
-        Held.alive -= self.size
-
-
-@pytest.mark.parametrize("skin", skins())
-def test_activations_of_one_chunk_are_alive_however_large_the_batch(skin: str) -> None:
-    def most(samples: int, chunk: int) -> int:
-        towers, inputs = setting((samples, samples))
-        Held.alive = Held.most = 0
-        with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.x):
-            skins()[skin](towers, tuple(inputs), contrastile.clip_loss, scale=log_scale().exp, chunk=chunk)
-        return Held.most
-
-    once = most(8, 8)
-    assert once > 0
-    assert most(8 * 64, 8) == once
-    assert most(8 * 4, 32) == 4 * once
 
 
 def test_a_budget_smaller_than_a_sample_takes_one_at_a_time() -> None:
@@ -222,7 +223,7 @@ def test_a_loss_whose_gradient_nobody_sends_has_none() -> None:
         def backward(ctx: Any, gradient: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             return None
 
-    towers, inputs = setting((B, B))
+    towers, inputs = setting()
     cached: Any = training.Cached(contrastile.clip_loss, tuple(towers), 5)
     value = cached(*inputs, scale=3.0)
     apply: Any = Silent.apply

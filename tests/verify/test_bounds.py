@@ -80,17 +80,6 @@ def test_bounds_know_the_tile_that_was_asked_for() -> None:
     assert np.all(small.statistics[0] > large.statistics[0])
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_float64_is_within_the_oracles_own_bounds(name: str) -> None:
-    """A float64 backend is as inexact as the oracle: the bound counts both."""
-    found, exact = case(name, "float64")
-    columns = tuple(block[:, ::-1] for block in found.columns)
-    again = replace(found, rows=found.rows[:, ::-1], columns=columns)
-    other = truth(again, UPSTREAM).outcome
-    other = replace(other, rows=other.rows[:, ::-1], columns=tuple(block[:, ::-1] for block in other.columns))
-    assert compare(other, exact.outcome, bounds(found, exact, ORACLE, "float64", UPSTREAM), EVERY).ratio < 1
-
-
 @pytest.mark.parametrize("name", ["ragged", "hot", "labels", "certain-shared"])
 def test_a_loss_of_the_statistics_is_within_its_bounds_and_one_of_other_bars_is_not(name: str) -> None:
     """What is 2^-12 off is within the bounds of an arithmetic of so few digits alone."""
