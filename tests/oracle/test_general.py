@@ -11,6 +11,7 @@ from oracle_problems import RAGGED, Problem, problems
 from second_opinions import by_autograd
 
 from contrastile.oracle.general import column_lse, gradient_of_logits, gradients, logits, loss, merge, row_lse
+from contrastile.oracle.pairs import Pairs
 from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigma, sigmoid_loss, softplus
 
 B = 7.0
@@ -109,6 +110,13 @@ def test_an_infinite_feature_ends_in_nan_without_a_warning() -> None:
     A = np.ones(p.x.shape, dtype=np.bool_)
     assert row_lse(x, A)[0] == np.inf
     assert np.isnan(gradients(q, p.k, p.scale, gradient_of_logits(x, A, p.u + 1, p.v, p.y, p.y_c)).d_rows[0]).all()
+
+
+def test_an_index_outside_the_columns_names_none() -> None:
+    far = np.iinfo(np.int64)
+    pairs = Pairs(positives=np.array([-1, 3, far.max, far.min]), excluded=np.array([-1, 3, far.max, far.min]))
+    assert not pairs.positive(4, 3).any()
+    assert pairs.admitted(4, 3).all()
 
 
 def test_float32_features_are_widened_first() -> None:

@@ -143,31 +143,12 @@ def test_every_fact_counts(name: str, facts: Accuracy) -> None:
         assert all(np.all(wide[field] >= narrow[field]) for field in given)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_a_state_finer_than_the_features_pays_for_its_cast(dtype: str) -> None:
-    """A float64 kernel on narrower features gives the truth rounded once, and the bound is little more than that."""
-    found, exact = case("ragged", dtype)
-    limit = bounds(found, exact, ORACLE, dtype, UPSTREAM)
-    once = [np.abs(round_to(x, dtype) - x) for x in (exact.outcome.rows, *exact.outcome.columns)]
-    assert all(np.all(a <= b) for a, b in zip(once, (limit.rows, *limit.columns), strict=True))
-    assert np.any(2 * once[0] > limit.rows)
-
-
 def test_no_bound_where_the_arithmetic_has_no_digits_left() -> None:
     assert gamma(1.0) == np.inf
     found, exact = case("ragged", "float32")
     hopeless = bounds(found, exact, _larger(depth=lambda k: 2**24), "float32")
     assert np.all(np.isinf(hopeless.statistics[0, : len(exact.q)]))
     assert np.isinf(hopeless.scale)
-
-
-def test_the_bound_of_an_exact_case_is_a_few_roundings() -> None:
-    """With no logits (scale 0) every log-sum-exp is log n: its bound is what storing and summing n ones may cost."""
-    found, exact = case("wide-scale", "float32")
-    limit = bounds(found, exact, FLOAT32, "float32")
-    n = len(exact.k)
-    roundings = n + 2 * (2 * FLOAT32.exp_ulps + 2) + 4 * np.log(n) + FLOAT32.exp_ulps * (np.log(n) + 1)
-    assert np.all(limit.statistics[0, : len(exact.q)] <= gamma(roundings * FLOAT32.unit) * 2)
 
 
 @pytest.mark.parametrize("name", ["certain", "certain-shared"])
