@@ -15,6 +15,7 @@ import page_tables as tables
 import pytest
 import torch
 from harness import Ranks, paired
+from peers import caches
 from peers.timed import PLAINS
 
 ALONE = Ranks(torch.device("cpu"), {1: None})
@@ -125,3 +126,34 @@ def test_what_raises_or_is_too_slow_is_left_out_and_says_why(monkeypatch: pytest
     found = paired(ALONE, {"broken": broken, "slow": lambda: None}, lambda: 1.0, 0.1, 1, 1.0)
     assert found["broken"] == {"status": "skip", "reason": "RuntimeError: no kernel image"}
     assert "one call takes 2 s" in found["slow"]["reason"]
+
+
+OURS, PLAIN = "contrastile, cached_step", "PyTorch, no cache"
+
+
+def broken(encoder: Any) -> Any:
+    raise RuntimeError("out of\nwhatever")
+
+
+def test_every_cache_is_timed_and_a_failure_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {OURS: caches.ours, "GradCache": broken, PLAIN: caches.plain}
+    monkeypatch.setattr(caches, "CACHES", made)
+    out = tmp_path / "training.json"
+    words = ["--device", "cpu", "--smoke", "--part", "training", "--only", "cached_step", "--backends", "torch"]
+    words += ["--slot", "0.002", "--rounds", "2", "--commit", "c", "--out", str(out)]
+    assert everyday.main(words) == 0
+    record = json.loads(out.read_text(encoding="utf-8"))
+    rows = tables.measured(record, "training", name=OURS)
+    assert {(row["b"], row["chunk"]) for row in rows} >= {(96, 128), (96, 16), (33, 16), (40, 128)}
+    assert all(len(row["milliseconds"]) == 2 and row["peak_bytes"] > 0 for row in rows)
+    text = tables.training_section("training", record)
+    assert "| GradCache | - | - | RuntimeError: out of whatever | - | - | - |" in text
+    assert f"| {PLAIN} | 96 | " in text
+
+
+def test_all_see_the_same_loss() -> None:
+    ours, plain = (caches.step(name, 64, 24, 16, torch.device("cpu")) for name in (OURS, PLAIN))
+    # the weights stay as they are, in bfloat16
+    eps = torch.finfo(torch.bfloat16).eps
+    assert ours().item() == pytest.approx(plain().item(), abs=2 * eps * caches.SCALE)
+    assert ours().item() == pytest.approx(plain().item(), abs=2 * eps * caches.SCALE)
