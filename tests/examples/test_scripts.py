@@ -74,10 +74,3 @@ def test_the_tiny_clip_learns_and_prints_what_the_page_says() -> None:
     third = r"^  a .*\n?"
     assert masked(re.sub(third, "", found, flags=re.M)) == masked(re.sub(third, "", shown, flags=re.M))
     assert re.search(r"top:\n  a (large blue|\w+ blue ring|large \w+ ring)", found)
-
-
-def test_two_processes_print_what_one_prints() -> None:
-    page = read("docs/tutorials/two-processes.md")
-    runs = re.findall(r"^```text\n(.*?), world size \d\n(.*?), world size \d\n```", page, re.M | re.S)
-    assert len(runs) == 2
-    assert runs[0] == runs[1]

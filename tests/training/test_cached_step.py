@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from chunked_graphs import graphs_kept, taken, worst
+from launching import launch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -314,3 +316,37 @@ def test_narrow_embeddings_and_autocast() -> None:
     tiles = 2 * 3
     assert all(x.dtype is torch.bfloat16 for x in seen)
     assert all(torch.equal(x, y) for x, y in zip(seen[:tiles], seen[tiles:], strict=True))
+
+
+PROGRAM = str(Path(__file__).parent / "programs" / "train_cached.py")
+REFUSED = [
+    "sync must find the DDP or FSDP2 modules whose gradients are reduced, got none in encode",
+    "sync must find the DDP or FSDP2 modules whose gradients are reduced, got none in the modules that it names",
+    "encode must call the DDP module itself",
+    "scale must be a tensor, got a DTensor",
+    "DDP must have static_graph=False",
+    "must find a gradient of every parameter, got none of extra; use them",
+    "FSDP2 must reduce in the backward pass of the last chunk",
+    "must have all its parameters in DDP, got 2 outside, such as one of shape",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_are_those_of_the_global_loss_and_reduced_once(ranks: int) -> None:
+    ended = launch("torch", PROGRAM, ranks=ranks, seconds=1200)
+    assert ended.code == 0, ended.output
+    for rank in range(ranks):
+        found = dict(line.split(": ", 1) for line in ended.said(rank))
+        # of DDP, and two for each module that FSDP2 shards
+        assert found.pop("restored") == "7 flags"
+        for i, message in enumerate(REFUSED):
+            assert message in found.pop(f"refused {i}")
+        assert len(found) == 12 + 4
+        for trial, ratio in found.items():
+            # two DDP modules reduce once each, FSDP2 once for each of the three modules that it shards
+            name, last = trial.rsplit(" ", 1)
+            if not name.startswith("frozen"):
+                assert last == {"one each": "2", "fsdp": "3"}.get(name, "1"), trial
+            assert float(ratio) < 1, (trial, ratio)
+    assert ended.orphans == 0
