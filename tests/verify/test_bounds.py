@@ -1,4 +1,7 @@
-"""The bounds know every fact of a backend; that they are neither too small nor too large, backends and mutants show."""
+"""The bounds know every fact of a backend; that they are neither too small nor too large, backends and mutants show.
+
+The second gate: a plain computation passes it, and noisier ones do not.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from contrastile.verify.bounds import ORACLE, bounds
 from contrastile.verify.cases import build, names
 from contrastile.verify.comparison import GRADIENT, compare, parts
 from contrastile.verify.execution import outcome
-from contrastile.verify.plain import plain_outcome
+from contrastile.verify.plain import NOISIER, compare_with_plain, plain_outcome
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Truth, truth
 
@@ -171,3 +174,38 @@ def test_the_upstream_gradient_scales_the_gradients_bounds_and_not_the_values() 
     assert once.loss == four.loss
     # all but the absolute underflow terms are linear, and those are far below one rounding here
     assert np.all(np.abs(four.rows - 4 * once.rows) <= 2.0**-40 * four.rows)
+
+
+FINITE = [name for name in names() if not name.startswith(("wordnet", "nan", "inf"))]
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_the_plain_computation_is_no_noisier_than_itself(name: str) -> None:
+    problem = build(name, "float32")
+    exact = truth(problem)
+    got = plain_outcome(problem, exact, FLOAT32, "float32")
+    # two roundings of the ratio itself
+    assert compare_with_plain(problem, exact, got, FLOAT32, "float32").ratio * NOISIER["cpu"] <= 1 + 2.0**-51
+
+
+@pytest.mark.parametrize("field", ["loss", "rows", "scale"])
+def test_noise_beyond_the_plain_computation_s_fails(field: str) -> None:
+    problem = build("square-ragged", "float32")
+    exact = truth(problem)
+    noisy = getattr(exact.outcome, field) * (1 + 2.0**-12)
+    found = compare_with_plain(problem, exact, replace(exact.outcome, **{field: noisy}), FLOAT32, "float32")
+    assert found.ratio > 1
+    assert found.field.startswith(field)
+
+
+def test_twice_the_plain_computation_s_error_is_the_limit_on_a_host_and_three_times_on_a_gpu() -> None:
+    problem = build("square-ragged", "float32")
+    exact = truth(problem)
+    plain = plain_outcome(problem, exact, FLOAT32, "float32")
+    noisy = replace(exact.outcome, rows=exact.outcome.rows + 2.5 * (plain.rows - exact.outcome.rows))
+    ratios = [
+        compare_with_plain(problem, exact, noisy, FLOAT32, "float32", NOISIER[device]).ratio
+        for device in ("cpu", "cuda")
+    ]
+    assert ratios[1] > 0
+    assert ratios[0] == pytest.approx(ratios[1] * 3 / 2)
