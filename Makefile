@@ -105,7 +105,7 @@ package:
 	  -m slow -k "commands and not many-gpus" $(ARGS)
 
 # what runs everywhere: the losses, the oracle and two backends, with whatever versions there are
-test-versions: FRONT = front_door nn autograd compile transforms autocast plan
+test-versions: FRONT = front_door nn autograd transforms plan
 test-versions:
 	$(PYTHON) -m venv $(VENV)-versions
 	$(VENV)-versions/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -e '.[torch,verify]' \

@@ -21,7 +21,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 
-import home_chart  # noqa: E402
 import page_tables as tables  # noqa: E402
 from page_tables import Data, Row, escaped, table  # noqa: E402
 
@@ -245,10 +244,10 @@ def made(root: Path, results: Path) -> Iterator[tuple[Path, str]]:
         yield results / "growth_cpu.svg", growth_chart(results)
     alone = ((stem, data) for stem, data in timed(results, {"peers"}) if tables.ranks(data) == 1)
     for i, (stem, data) in enumerate(tables.newest(alone, "peers")):
-        yield results / f"{stem}.svg", home_chart.chart(data)
+        yield results / f"{stem}.svg", tables.chart(data)
         if i == 0:
-            yield root / "docs" / "assets" / "home.svg", home_chart.chart(data)
-            yield root / "docs" / "assets" / "home-phone.svg", home_chart.chart(data, phone=True)
+            yield root / "docs" / "assets" / "home.svg", tables.chart(data)
+            yield root / "docs" / "assets" / "home-phone.svg", tables.chart(data, phone=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,8 +1,15 @@
-"""The torch operators: opcheck, compilation, and defaults of torch's that are not those of the features."""
+"""The torch operators: opcheck, compilation, autocast, and defaults of torch's that are not those of the features.
+
+In autocast the loss takes features as a matrix product would, in autocast's dtype; all else is as without it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +20,7 @@ import contrastile
 from contrastile import autograd, problems
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Options
+from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.plan import Plan
 
 B, D = 23, 17
@@ -115,3 +123,165 @@ def test_the_default_dtype_is_not_that_of_the_loss() -> None:
         torch.set_default_dtype(torch.float32)
     assert found[0].dtype == torch.float32
     assert all(map(torch.equal, found, expected))
+
+
+def leaf(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return features(rows, seed=seed, dtype=dtype).detach().requires_grad_()
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> None:
+    """The value bit by bit, in its dtype; gradients are the expected ones in the features' own dtype."""
+    assert found[0].dtype == expected[0].dtype
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_dtypes_that_differ_meet_in_autocast_s(loss: Loss) -> None:
+    image, text, scale = leaf(23, 0), leaf(23, 1, torch.bfloat16), number(50.0, torch.float32)
+    if loss.__name__ != "sup_con":  # which is given one matrix, joined by the test
+        with pytest.raises(TypeError, match="must have the same dtype, got float32 and bfloat16"):
+            loss(image, text, scale, "torch")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = loss(image, text, scale, "torch")
+    narrow = [x.detach().bfloat16().requires_grad_() for x in (image, text)]
+    found = gradients(value, image, text, scale)
+    assert [x.dtype for x in found] == [torch.float32, torch.bfloat16, torch.float32]
+    same([value, *found], stepped(loss, *narrow, scale, "torch"))
+
+
+def test_autocast_of_another_kind_of_device_says_nothing_about_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = [leaf(23, 0), leaf(23, 1), number(14.3, torch.float32)]
+    expected = clip(*inputs, "torch")
+    # torch.autocast("cuda") itself turns off where there is no GPU
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+    assert torch.equal(clip(*inputs, "torch"), expected)
+
+
+@pytest.mark.usefixtures("primitives")
+@pytest.mark.parametrize("loss", [clip, sigmoid])
+def test_one_graph_holds_the_cast_and_no_grad_gives_the_same_value(loss: Loss) -> None:
+    inputs, scale = [leaf(23, 0), leaf(23, 1)], number(14.3, torch.float32)
+
+    def inside(*x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return loss(*x, "torch")
+
+    torch.compiler.reset()
+    around = torch.compile(lambda *x: loss(*x, "torch"), fullgraph=True, backend="aot_eager")
+    within = torch.compile(inside, fullgraph=True, backend="aot_eager")
+    expected = stepped(inside, *inputs, scale)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outer = around(*inputs, scale)
+    for value in (within(*inputs, scale), outer):
+        same([value, *gradients(value, *inputs, scale)], expected)
+    # the same compiled function, asked without autocast, casts nothing
+    assert torch.equal(around(*inputs, scale), loss(*inputs, scale, "torch"))
+    with torch.no_grad():
+        silent = inside(*inputs, scale)
+    assert torch.equal(silent, expected[0])
+    assert not silent.requires_grad
+
+
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+@pytest.mark.parametrize("loss", [clip, sigmoid], ids=["clip", "sigmoid"])
+def test_ranks_agree_on_the_dtype_that_autocast_gives_them(loss: Any, exchange: str) -> None:
+    names = {clip: contrastile.clip_loss, sigmoid: contrastile.sigmoid_loss}
+    dtypes = [torch.float32, torch.bfloat16]
+
+    def program(comm: InProcess, autocast: bool) -> list[Tensor]:
+        kind = dtypes[comm.rank] if autocast else torch.bfloat16
+        own = [leaf(4, seed).detach().to(kind).requires_grad_() for seed in (comm.rank, comm.rank + 5)]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            value = names[loss](*own, 20.0, group=comm, exchange=exchange)
+        return [value.detach(), *gradients(value, *own)]
+
+    found, narrow = (InProcessGroup[Any](2).run(partial(program, autocast=x)) for x in (True, False))
+    for each, expected, dtype in zip(found, narrow, dtypes, strict=True):
+        assert [x.dtype for x in each[1:]] == [dtype] * 2
+        same(each, expected)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Graphs:
+    """A compiler's backend that runs each graph as it is, and keeps it."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.found.append(graph)
+        return graph.forward
+
+    def operators(self) -> list[str]:
+        calls = [node.target for graph in self.found for node in graph.graph.nodes if node.op == "call_function"]
+        return [str(call) for call in calls if getattr(call, "namespace", "") == "contrastile"]
+
+
+def leaves(dtype: torch.dtype, rows: int = 11) -> list[Tensor]:
+    matrices = (features(rows, seed=seed, dtype=dtype).detach().requires_grad_() for seed in (0, 1))
+    return [*matrices, number(14.25, dtype)]
+
+
+@pytest.mark.usefixtures("primitives")
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_compiler_sees_one_operator_in_one_graph_whose_results_are_the_loss_s(loss: Loss, dynamic: bool) -> None:
+    graphs = Graphs()
+    compiled = torch.compile(lambda *x: loss(*x, "torch"), backend=graphs, dynamic=dynamic, fullgraph=True)
+    for rows in (11, 16) if dynamic else (11,):
+        inputs = leaves(torch.float64, rows)
+        values = [compiled(*inputs), loss(*inputs, "torch")]
+        assert torch.equal(*values)
+        assert all(map(torch.equal, *(gradients(value, *inputs) for value in values)))
+    assert len(graphs.found) == 1
+    assert graphs.operators() == ["contrastile.loss.default"]
+    # all else that is in the graph makes or reads tensors: nobody asks torch what is at work
+    assert "_C" not in graphs.found[0].code
+
+
+def test_a_module_that_is_imported_later_does_not_compile_anything_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, inputs = Graphs(), leaves(torch.float64)
+    compiled = torch.compile(lambda *x: clip(*x, "torch"), backend=graphs)
+    compiled(*inputs)
+    monkeypatch.setitem(sys.modules, "imported_later", ModuleType("imported_later"))
+    compiled(*inputs)
+    assert len(graphs.found) == 1
+
+
+def test_value_and_grad_and_a_group_stay_outside_of_graphs() -> None:
+    graphs, inputs = Graphs(), [x.detach() for x in leaves(torch.float64)]
+    found = torch.compile(lambda *x: contrastile.value_and_grad(contrastile.clip_loss)(*x), backend=graphs)(*inputs)
+    value, expected = contrastile.value_and_grad(contrastile.clip_loss)(*inputs)
+    assert torch.equal(found[0], value)
+    assert all(torch.equal(a, b) for a, b in zip(found[1], expected, strict=True))
+
+    def rank(comm: InProcess) -> Tensor:
+        def loss(*x: Tensor) -> Tensor:
+            return 2 * contrastile.clip_loss(*x, group=comm)
+
+        return torch.compile(loss, backend=graphs)(*inputs)
+
+    assert torch.equal(InProcessGroup[Tensor](1).run(rank)[0], 2 * value)
+    assert graphs.operators() == []
+
+
+@pytest.mark.slow
+def test_the_first_call_of_a_process_may_be_compiled_code_with_a_graph_break() -> None:
+    code = """
+import torch, contrastile
+w = torch.nn.Linear(8, 8)
+def step(x):
+    loss = contrastile.clip_loss(w(x), x, 1.5)
+    loss.backward()
+    print("broken")
+    return loss
+print(torch.compile(step, backend="eager")(torch.randn(16, 8)).isfinite().item())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["broken", "True"]

@@ -11,10 +11,10 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from pages import ROOT, blocks, printed, read
 
 import contrastile
-from contrastile.backends.registry import BUILT_IN
 from contrastile.cli import COMMANDS
 
 README, MAKEFILE = read("README.md"), read("Makefile")
@@ -56,12 +56,8 @@ def test_the_front_door_has_the_names_and_arguments_of_the_table() -> None:
         assert list(parameters)[: len(positional)] == positional
         for keyword in set(given) - set(positional):
             assert parameters[keyword.rstrip("=")].kind is inspect.Parameter.KEYWORD_ONLY
-
-
-def test_the_backends_are_named() -> None:
-    pages = README, read("docs/how-to/choose-backend.md")
-    for name in BUILT_IN:
-        assert all(f"`{name}`" in page for page in pages), name
+    with pytest.raises(AttributeError, match="no attribute 'clip'"):
+        contrastile.clip  # noqa: B018
 
 
 def test_every_extra_is_one_of_the_project_s() -> None:

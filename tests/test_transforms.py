@@ -76,16 +76,11 @@ class Marked(Tensor):
 
 FORWARD: dict[str, Callable[[Any, Tensor], Any]] = {
     "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
-    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
     "linearize": lambda f, x: torch.func.linearize(f, x)[1](x),
     "hessian": lambda f, x: torch.func.hessian(f)(x),
     "a dual tensor": dual,
-    "a dual tensor that requires a gradient": lambda f, x: dual(f, x.requires_grad_()),
     "a dual tensor of a subclass": lambda f, x: dual(f, x.as_subclass(Marked)),
     "jvp of a compiled loss": lambda f, x: torch.func.jvp(torch.compile(f, backend="eager"), (x,), (x,)),
-    "jvp in a compiled function": lambda f, x: torch.compile(lambda y: torch.func.jvp(f, (y,), (y,)), backend="eager")(
-        x
-    ),
     # with a graph break torch leaves the level, and the tangent with it
     "a dual tensor in a compiled function": lambda f, x: torch.compile(
         lambda y: dual(f, y), backend="eager", fullgraph=True

@@ -50,13 +50,6 @@ def test_every_command_can_be_given(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "cupy:plain-log" in listed
 
 
-def test_so_many_problems_are_drawn(tmp_path: Path) -> None:
-    drawn = [job for job in script.jobs(100_000, 5, 8, tmp_path) if job.step == "drawn"]
-    assert sum(job.facts["problems"] for job in drawn) == 100_000
-    of_one = {job.facts["seed"] for job in drawn if job.name.startswith("cupy-float16")}
-    assert of_one == {*range(5, 12)}
-
-
 @pytest.mark.parametrize(
     ("program", "seconds", "why"),
     [

@@ -134,22 +134,23 @@ def _sentence_losses() -> Any:
     return module("sentence_transformers.sentence_transformer.losses")
 
 
+def _ranking(name: str, gather: bool) -> Loss:
+    make = getattr(_sentence_losses(), name)
+    return lambda one, other, scale: make(
+        torch.nn.Identity(), scale=scale, gather_across_devices=gather
+    ).compute_loss_from_embeddings([one, other], None)
+
+
 @peer("sentence-transformers", "", TEMPERATURE, objective="info_nce", **_COSINES)
 def sentence_transformers_ranking(rank: int = 0, world_size: int = 1) -> Loss:
     """`MultipleNegativesRankingLoss`."""
-    make, gather = _sentence_losses().MultipleNegativesRankingLoss, world_size > 1
-    return lambda query, key, scale: make(
-        torch.nn.Identity(), scale=scale, gather_across_devices=gather
-    ).compute_loss_from_embeddings([query, key], None)
+    return _ranking("MultipleNegativesRankingLoss", world_size > 1)
 
 
 @peer("sentence-transformers", "", TEMPERATURE, **_COSINES)
 def sentence_transformers_symmetric(rank: int = 0, world_size: int = 1) -> Loss:
     """`MultipleNegativesSymmetricRankingLoss`."""
-    make, gather = _sentence_losses().MultipleNegativesSymmetricRankingLoss, world_size > 1
-    return lambda image, text, scale: make(
-        torch.nn.Identity(), scale=scale, gather_across_devices=gather
-    ).compute_loss_from_embeddings([image, text], None)
+    return _ranking("MultipleNegativesSymmetricRankingLoss", world_size > 1)
 
 
 @peer("sentence-transformers", "", TEMPERATURE, objective="info_nce", **_COSINES)

@@ -205,11 +205,8 @@ class Watchdog:
             PeerTimeout: the oldest message has waited for other ranks too long.
         """
         # polling costs the host time: only where it matters
-        if len(self._in_flight) >= self.depth or time.monotonic() >= self._look:
-            self.settle(self.depth)
-
-    def settle(self, most: int) -> None:
-        """Wait until fewer than ``most`` messages are under way."""
+        if len(self._in_flight) < self.depth and time.monotonic() < self._look:
+            return
         late: list[InFlight] = []
 
         def few() -> bool:
@@ -218,7 +215,7 @@ class Watchdog:
                 if time.monotonic() >= self._look:
                     late[:] = [x for x in self._in_flight if x.expired(patience(self.deadline()))]
                     self._look = time.monotonic() + self._interval()
-                return bool(late) or len(self._in_flight) < most
+                return bool(late) or len(self._in_flight) < self.depth
 
         until(few, math.inf)
         if late:

@@ -15,16 +15,7 @@ from torch import Tensor
 
 from contrastile.training.chunks import Splitter
 from contrastile.training.metrics import mark, rank_at_1, seconds
-from contrastile.training.replay import (
-    Chunk,
-    Encode,
-    Loss,
-    Replay,
-    check_backward,
-    check_loss,
-    evaluate,
-    numbers_of,
-)
+from contrastile.training.replay import Chunk, Encode, Loss, Replay, check_backward, check_loss, evaluate, numbers_of
 from contrastile.training.sync import Sync
 
 METRICS = ("loss", "scale", "rank@1", "loss_seconds")

@@ -251,7 +251,7 @@ class Replay:
         embeddings: Sequence[Tensor],
         at: list[int],
     ) -> list[Tensor]:
-        """One chunk's terms <output, gradient>, with the random numbers and the autocast of the first pass.
+        """One chunk's terms ``<output, gradient>``, with the random numbers and the autocast of the first pass.
 
         Raises:
             ValueError: the first chunk's embeddings are not those of the first pass.

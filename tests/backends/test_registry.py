@@ -1,20 +1,30 @@
-"""How a backend is named, by its name or by anybody's module, and what the environment says to all."""
+"""How a backend is named, by its name or by anybody's module, and what "auto" takes: the fastest that can be used."""
 
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from cupy_hosted import hosted
 
-from contrastile.backends import registry
-from contrastile.backends.contract import BackendUnavailableError, Options
+import contrastile
+from contrastile.backends import choice, registry
+from contrastile.backends.choice import TABLE, choose
+from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError, Options
 from contrastile.backends.settings import kept_bytes, mebibytes, workspace_bytes
+from contrastile.comm.communicator import MismatchError
+from contrastile.comm.inprocess import InProcess, InProcessGroup
+from contrastile.schedules import handshake
+from contrastile.verify.facts import limits
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,3 +125,138 @@ def test_the_table_of_variables_has_those_that_the_package_reads() -> None:
     table = re.findall(r"^\| `(CONTRASTILE_[A-Z_]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert read
     assert sorted(table) == sorted(read)
+
+
+DTYPES = ("float16", "bfloat16", "float32")
+Machine = Callable[..., None]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine with a GPU of some compute capability, on which these backends can be used, and torch."""
+
+    def made(capability: int, *usable: str) -> None:
+        there = {"torch", *usable}
+        monkeypatch.setattr(choice, "capability", lambda place: capability)
+        monkeypatch.setattr(choice, "unusable", lambda name, device: None if name in there else f"no {name}")
+        choice.explained.cache_clear()
+
+    return made
+
+
+def test_a_guide_is_for_backends_that_take_one(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(90, "triton", "cupy")
+    monkeypatch.setattr(choice, "load", lambda name: SimpleNamespace(guides=name != "cupy"))
+    assert choose("torch", "cuda", "bfloat16", guide=True) == "triton"
+    assert choose("torch", "cuda", "float32", "ieee", guide=True) == "torch"
+
+
+def test_the_fastest_that_can_be_used_is_taken(machine: Machine) -> None:
+    for capability in (0, 80, 100, 90):
+        machine(capability, "triton", "cupy")
+        assert {choose("torch", "cuda", "float32", precision, True) for precision in ("auto", "split")} == {"triton"}
+        found = [choose("torch", "cuda:0", "bfloat16", group=group) for group in (False, True)]
+        assert found == ["cupy" if capability == 90 else "triton", "triton"]
+    assert choose("torch", "cuda", "float32", "ieee") == "cupy"
+    # the precision says nothing to other dtypes
+    assert choose("torch", "cuda", "bfloat16", "ieee", True) == "triton"
+    # without tensor cores torch is faster than triton
+    machine(90, "triton")
+    assert {choose("torch", "cuda", "float32", "ieee", group) for group in (False, True)} == {"torch"}
+
+
+def test_what_cannot_be_used_is_passed_over_and_the_reason_is_told_once(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "contrastile")
+    machine(90, "triton")
+    for _ in range(2):
+        assert choose("torch", "cuda:0", "bfloat16") == "triton"
+    (said,) = caplog.messages
+    assert said.startswith("backend='auto' is triton for torch bfloat16 arrays on cuda:0: ")
+    assert said.endswith("; cupy cannot be used: no cupy")
+    machine(90)
+    assert choose("torch", "cuda:0", "bfloat16") == "torch"
+
+
+def test_the_table_has_a_row_for_every_call_and_says_what_was_measured() -> None:
+    wanted = [*DTYPES, *(f"float32/{precision}" for precision in PRECISIONS)]
+    assert all(any(dtype in row.dtypes and row.capability is row.group is None for row in TABLE) for dtype in wanted)
+    for row in TABLE:
+        assert "torch" in row.order
+        assert set(row.order) <= set(registry.BUILT_IN)
+        assert row.measured
+
+
+@pytest.mark.parametrize("raised", [BackendUnavailableError("no driver"), RuntimeError("no\n  NVRTC")])
+def test_a_backend_that_is_installed_and_does_not_load_is_no_error(
+    raised: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def load(name: str) -> Backend:
+        asked.append(name)
+        raise raised
+
+    monkeypatch.setattr(registry, "_is_there", lambda name: True)
+    monkeypatch.setattr(choice, "load", load)
+    monkeypatch.setattr(choice, "capability", lambda place: 90)
+    assert choose("torch", "cuda", "bfloat16") == "torch"
+    assert choose("torch", "cuda", "float16") == "torch"
+    # it is tried once, not in every call
+    assert sorted(asked) == ["cupy", "torch", "triton"]
+    assert "no" in str(choice.unusable("cupy", "cuda"))
+    assert "\n" not in str(choice.unusable("cupy", "cuda"))
+
+
+def test_nothing_is_loaded_behind_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(choice, "unusable", lambda name, device: asked.append(name))
+    monkeypatch.setattr(choice, "capability", lambda place: 90)
+    assert choose("torch", "cuda", "float32") == "triton"
+    assert choose("torch", "cuda", "bfloat16") == "cupy"
+    assert choose("torch", "cuda", "float64") == "torch"
+    assert asked == ["triton", "cupy"]
+
+
+def test_a_backend_that_computes_elsewhere_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "load", lambda name: replace(registry.load("torch"), devices=frozenset({"cpu"})))
+    monkeypatch.setattr(registry, "_is_there", lambda name: True)
+    assert choice.unusable("triton", "cuda") == "it runs on cpu here"
+    assert choice.unusable("triton", "cpu") is None
+
+
+def records() -> Iterator[Backend]:
+    for name in ("numpy", "torch"):
+        yield registry.load(name)
+    pytest.importorskip("triton")
+    yield registry.load("triton")
+    with hosted() as host:
+        yield host.record.backend
+
+
+def test_the_precision_of_auto_rounds_no_more_than_float32_does() -> None:
+    for backend in records():
+        assert backend.auto_precision in backend.precisions
+        options = () if backend.auto_precision == "ieee" else (Options(precision=backend.auto_precision),)
+        found = backend.accuracy("float32", min(backend.devices), *options)
+        for name, limit in limits(backend.state("float32"), "float32", "ieee").items():
+            assert getattr(found, name) <= limit, (backend.name, name)
+
+
+def test_ranks_that_would_take_different_backends_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    names = iter(("numpy", "torch"))
+    x = np.ones((3, 2), np.float32)
+
+    def program(comm: InProcess) -> None:
+        with pytest.raises(MismatchError) as error:
+            contrastile.clip_loss(x, x, 1.0, group=comm)
+        said.append(str(error.value))
+
+    # each rank asks once
+    monkeypatch.setattr(handshake, "choose", lambda *call: next(names) if call[4] is True else "")
+    InProcessGroup[None](2).run(program)
+    assert len(said) == 2
+    assert len(set(said)) == 1
+    assert "the backend that 'auto' takes (name one that every rank has) must be the same on every rank" in said[0]

@@ -10,14 +10,7 @@ import pytest
 import torch
 
 from contrastile.backends import replay, settings
-from contrastile.backends.contract import (
-    Block,
-    Finished,
-    Options,
-    Pairs,
-    SideWeights,
-    Weights,
-)
+from contrastile.backends.contract import Block, Finished, Options, Pairs, SideWeights, Weights
 from contrastile.backends.registry import load
 from contrastile.backends.replay import Graphs
 

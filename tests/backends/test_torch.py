@@ -28,10 +28,9 @@ from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
 from contrastile.verify.cases import build
 from contrastile.verify.comparison import Worst, compare
-from contrastile.verify.draws import normals, signs, softmax_problem, unit
+from contrastile.verify.draws import signs, softmax_problem
 from contrastile.verify.execution import outcome
 from contrastile.verify.plain import compare_with_plain
-from contrastile.verify.rounding import round_to
 from contrastile.verify.trial import Subject
 from contrastile.verify.truth import Truth, truth
 from contrastile.verify.wrapped import around
@@ -50,25 +49,6 @@ def block_of(seed: int, m: int, n: int, d: int, scale: float = 10.0, **pairs: An
     generator = torch.Generator().manual_seed(seed)
     rows, columns = (torch.nn.functional.normalize(torch.randn(k, d, generator=generator), dim=1) for k in (m, n))
     return Block(rows, columns, torch.tensor(scale), None, Pairs(**pairs))
-
-
-def symmetric(block: Block, seed: int = 0) -> tuple[Problem, Truth]:
-    """A signed symmetric problem over the block's features, in NumPy, and its truth."""
-    generator = np.random.default_rng(seed)
-    m, n = len(block.rows), len(block.columns)
-    positives = generator.integers(0, n, m)
-    shared_by = np.bincount(positives, minlength=n)
-    problem = Problem(
-        rows=block.rows.double().numpy(),
-        columns=(block.columns.double().numpy(),),
-        scale=block.scale.double().numpy(),
-        row_weight=generator.standard_normal(m).astype(np.float32).astype(np.float64),
-        row_target=np.ones(m),
-        column_weight=generator.standard_normal(n).astype(np.float32).astype(np.float64),
-        column_target=np.where(shared_by > 0, 1 / np.maximum(shared_by, 1), 0.0).astype(np.float32).astype(np.float64),
-        positives=positives,
-    )
-    return problem, truth(problem)
 
 
 def pretend_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,65 +117,15 @@ def test_no_probability_exceeds_1_where_logits_are_rounded_in_another_way(named:
     assert gradient.norm(dim=1).max() <= 2 * m * 3e3
 
 
-def far_apart(low: float, high: float) -> Block:
-    """A block whose rows' log-sum-exps lie near ``low`` and ``high``, in nats."""
-    block = block_of(2, 21, 29, 8, 1.0)
-    rows, columns = block.rows / 4, block.columns / 4
-    columns[:, 0] = 1.0
-    rows[:, 0] = low
-    rows[1::3, 0] = high
-    return replace(block, rows=rows, columns=columns)
-
-
-@pytest.mark.parametrize("apart", [(-100.0, 60.0), (-60.0, 100.0), (0.0, 200.0), (-500.0, -300.0)])
-def test_sums_of_rows_may_lie_far_apart(apart: tuple[float, float]) -> None:
-    problem, exact = symmetric(far_apart(*apart))
-    found = worst(problem, exact, "float32")
-    assert found.ratio < 1, str(found)
-
-
-def remembered(seed: int, m: int, n: int, d: int, scale: float, bias: float | None, features: str) -> Problem:
-    """A problem on which a reference once cost digits: unit vectors, pairs that nearly agree, or few vectors."""
-    random = np.random.default_rng(seed)
-    rows, columns = signs(random, m, n, d) if features == "signs" else normals(random, m, n, d)
-    if features == "pairs":
-        rows = columns[np.arange(m) % n] + 0.1 * rows
-    if features == "few":
-        rows, columns = rows[np.arange(m) % 3], columns
-    if features != "signs":
-        rows, columns = unit(rows), unit(columns)
-    ids = random.integers(0, max(2, n // 3), m), random.integers(0, max(2, n // 3), n)
-    positives: Any = np.where(random.random(m) < 0.8, random.integers(0, n, m), n + 3)
-    cut = int(random.integers(0, n + 1)) if features == "signs" else n
-
-    def weight(size: int) -> Any:
-        signed = random.standard_normal(size) * (random.random(size) < 0.75) if features in ("pairs", "signs") else None
-        return np.full(size, 1 / size) if signed is None else signed
-
-    if features != "pairs":
-        positives = np.arange(m) if features == "normal" else None
-    rows, columns = (round_to(x, "float32") for x in (rows, columns))
-    more: Any = {"row_weight": weight(m), "column_weight": weight(n) if features in ("normal", "signs") else None}
-    more |= {"ids": ids} if features == "pairs" else {}
-    blocks = (columns[:cut], columns[cut:]) if cut < n else columns
-    made = softmax_problem(rows, blocks, scale, positives=positives, **more)
-    return replace(made, bias=None if bias is None else np.asarray(bias))
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        # some rows have logits near 10 and others one near 128; some columns have none above -60
-        (32, 32, 32, 136, 100.0, -10.0, "pairs"),
-        (228, 1, 4, 7, 100.0, None, "normal"),
-        # sums far below their reference
-        (372590230, 3, 25, 128, 8.731809616088867, 2.5, "signs"),
-        # certain of a wrong pair: forward and backward must round alike
-        (2380802769, 9, 1, 128, 200.0, -10.0, "few"),
-    ],
-)
-def test_a_reference_costs_no_digits_that_a_plain_computation_keeps(given: Any) -> None:
-    problem, subject = remembered(*given), Subject("torch", backend, "float32")
+def test_sums_far_below_their_reference_cost_no_digits_that_a_plain_computation_keeps() -> None:
+    draw = np.random.default_rng(372590230)
+    rows, columns = signs(draw, 3, 25, 128)
+    # what else was drawn when this problem was found
+    draw.integers(0, 8, 28), draw.random(3), draw.integers(0, 25, 3), draw.integers(0, 26)
+    weights = [draw.standard_normal(size) * (draw.random(size) < 0.75) for size in (3, 25)]
+    blocks = columns[:21], columns[21:]
+    problem = softmax_problem(rows, blocks, 8.731809616088867, row_weight=weights[0], column_weight=weights[1])
+    problem, subject = replace(problem, bias=np.asarray(2.5)), Subject("torch", backend, "float32")
     found = compare_with_plain(problem, truth(problem), subject.run(problem), subject.accuracy, "float32")
     assert found.ratio < 1, str(found)
 
@@ -231,15 +161,6 @@ def test_accuracy_follows_the_newer_way_to_set_it() -> None:
     # what was set in the one way cannot be asked for in the other any more
     done = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=True)
     assert [float(x) for x in done.stdout.split()] == [2.0**-8, 2.0**-10, 2.0**-8, 2.0**-8, 2.0**-10]
-
-
-@pytest.mark.parametrize("factor", [2.0**-120, 2.0**40])
-def test_weights_beyond_the_coefficients_range_are_still_right(factor: float) -> None:
-    problem, _ = symmetric(block_of(4, 15, 22, 8))
-    assert problem.column_weight is not None
-    problem = replace(problem, row_weight=problem.row_weight * factor, column_weight=problem.column_weight * factor)
-    found = worst(problem, truth(problem), "float32")
-    assert found.ratio < 1, str(found)
 
 
 def test_a_scale_near_the_largest_leaves_finite_gradients() -> None:

@@ -1,11 +1,17 @@
+"""What ``contrastile bench`` checks before it measures, and its meters of memory."""
+
+import mmap
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from contrastile.bench import agreement, peers, plain
+from contrastile.backends.replay import SETTING
+from contrastile.bench import agreement, memory, peers, plain
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch", "plain"])
@@ -15,8 +21,13 @@ def test_every_implementation_agrees(name: str, dtype: str) -> None:
     assert found.agrees or (name, dtype) == ("numpy", "bfloat16"), found
 
 
-def off_by(change: Callable[[Any], Any], which: int) -> peers.Implementation:
-    """The plain loss with one of loss, d_image, d_text, d_scale changed."""
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: 2 * x, lambda x: -x, lambda x: x * float("nan"), torch.zeros_like],
+    ids=["doubled", "negated", "nan", "zero"],
+)
+def test_a_wrong_loss_or_gradient_does_not_agree(which: int, change: Callable[[Any], Any]) -> None:
     sound = peers.plain()
 
     def step(given: Any) -> Any:
@@ -28,17 +39,7 @@ def off_by(change: Callable[[Any], Any], which: int) -> peers.Implementation:
 
         return both
 
-    return replace(sound, step=step)
-
-
-@pytest.mark.parametrize("which", range(4))
-@pytest.mark.parametrize(
-    "change",
-    [lambda x: 2 * x, lambda x: -x, lambda x: x * float("nan"), torch.zeros_like],
-    ids=["doubled", "negated", "nan", "zero"],
-)
-def test_a_wrong_loss_or_gradient_does_not_agree(which: int, change: Callable[[Any], Any]) -> None:
-    found = agreement.check(off_by(change, which), "float32", "cpu", 10.0, rows=67)
+    found = agreement.check(replace(sound, step=step), "float32", "cpu", 10.0, rows=67)
     assert found.ratio is not None
     assert not found.agrees
 
@@ -64,3 +65,49 @@ def test_an_infinite_bound_proves_nothing() -> None:
     found = agreement.check(vague, "float32", "cpu", 10.0, rows=67)
     assert found.ratio is None
     assert "no finite bound" in found.reason
+
+
+MIB = 2**20
+
+
+def test_what_lives_together_adds_up_and_what_was_live_before_neither_counts_nor_pays() -> None:
+    before = [torch.empty(8 * MIB, dtype=torch.uint8)]
+
+    def call() -> list[torch.Tensor]:
+        before.clear()
+        first = torch.empty(3 * MIB, dtype=torch.uint8)
+        del first
+        results = [torch.empty(size, dtype=torch.uint8) for size in (2 * MIB, MIB + 5)]
+        later = torch.empty(5, dtype=torch.float32)
+        del later
+        return results
+
+    assert memory.peak_extra(call, "torch", "cpu") == 3 * MIB + 25
+
+
+def test_allocations_inside_the_engine_during_backward_are_counted() -> None:
+    # exp saves its output, which the backward releases in C++ only after it has formed the gradient
+    leaf, seed = torch.zeros(257, 41, requires_grad=True), torch.ones(257, 41)
+    peak = memory.peak_extra(lambda: torch.autograd.grad(leaf.exp(), leaf, seed), "torch", "cpu")
+    assert peak == 2 * 4 * 257 * 41
+
+
+def test_numpy_buffers_are_counted_and_little_else() -> None:
+    kept = np.zeros(MIB, dtype=np.uint8)
+
+    def call() -> np.ndarray:
+        scratch = np.zeros(3 * MIB, dtype=np.uint8)
+        del scratch
+        return np.zeros(2 * MIB, dtype=np.uint8) + kept[:1]
+
+    # the sum and the array it reads live together: 4 MiB; the objects around the buffers are a few hundred bytes
+    peak = memory.peak_extra(call, "numpy", "cpu")
+    assert 4 * MIB <= peak < 4 * MIB + mmap.PAGESIZE
+
+
+def test_a_step_that_could_be_replayed_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTING, "1")
+    seen = list[str]()
+    memory.peak_extra(lambda: seen.append(os.environ[SETTING]), "numpy", "cpu")
+    assert seen == ["0"]
+    assert os.environ[SETTING] == "1"

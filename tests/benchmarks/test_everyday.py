@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 
 import everyday
 import harness
+import make_pages
 import page_tables as tables
 import pytest
 import torch
 from harness import Ranks, paired
+from peers import caches
 from peers.timed import PLAINS
 
 ALONE = Ranks(torch.device("cpu"), {1: None})
@@ -101,12 +104,6 @@ def test_nothing_is_timed_that_failed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {row["name"] for row in found["times"]} == {"contrastile torch"}
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert everyday.main([]) == 2
-    assert "--device cpu" in capsys.readouterr().err
-
-
 def test_every_call_of_the_readme_is_timed() -> None:
     for wanted, there in ((tables.CALLS, everyday.EVERYDAY), (tables.CALLS_OF_RANKS, everyday.OF_RANKS)):
         assert set(wanted) <= {case.label for case in there}
@@ -131,3 +128,64 @@ def test_what_raises_or_is_too_slow_is_left_out_and_says_why(monkeypatch: pytest
     found = paired(ALONE, {"broken": broken, "slow": lambda: None}, lambda: 1.0, 0.1, 1, 1.0)
     assert found["broken"] == {"status": "skip", "reason": "RuntimeError: no kernel image"}
     assert "one call takes 2 s" in found["slow"]["reason"]
+
+
+OURS, PLAIN = "contrastile, cached_step", "PyTorch, no cache"
+
+
+def broken(encoder: Any) -> Any:
+    raise RuntimeError("out of\nwhatever")
+
+
+def test_every_cache_is_timed_and_a_failure_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {OURS: caches.ours, "GradCache": broken, PLAIN: caches.plain}
+    monkeypatch.setattr(caches, "CACHES", made)
+    out = tmp_path / "training.json"
+    words = ["--device", "cpu", "--smoke", "--part", "training", "--only", "cached_step", "--backends", "torch"]
+    words += ["--slot", "0.002", "--rounds", "2", "--patience", "600", "--commit", "c", "--out", str(out)]
+    assert everyday.main(words) == 0
+    record = json.loads(out.read_text(encoding="utf-8"))
+    rows = tables.measured(record, "training", name=OURS)
+    assert {(row["b"], row["chunk"]) for row in rows} >= {(96, 128), (96, 16), (33, 16), (40, 128)}
+    assert all(len(row["milliseconds"]) == 2 and row["peak_bytes"] > 0 for row in rows)
+    text = tables.training_section("training", record)
+    assert "| GradCache | - | - | RuntimeError: out of whatever | - | - | - |" in text
+    assert f"| {PLAIN} | 96 | " in text
+
+
+def test_all_see_the_same_loss() -> None:
+    ours, plain = (caches.step(name, 64, 24, 16, torch.device("cpu")) for name in (OURS, PLAIN))
+    # the weights stay as they are, in bfloat16
+    eps = torch.finfo(torch.bfloat16).eps
+    assert ours().item() == pytest.approx(plain().item(), abs=2 * eps * caches.SCALE)
+    assert ours().item() == pytest.approx(plain().item(), abs=2 * eps * caches.SCALE)
+
+
+def record() -> dict[str, Any]:
+    row = {"part": "peers", "n": 1, "rows": 65536, "b": 65536, "d": 512, "scale": 100.0, "what": "both", "graph": False}
+    row |= {"exchange": "local", "status": "measured", "milliseconds": [30.0], "ceiling_tflops": [700.0]}
+    row |= {"fraction": [0.838], "peak_bytes": 900 * 2**20}
+    environment = {"device": "Some GPU", "date": "2026-01-02T03:04:05", "commit": "c" * 40, "torch": "2.11.0"}
+    times = [row | {"name": name} for name in ("contrastile triton", "open_clip formula")]
+    return {"environment": environment, "verify": [], "times": times}
+
+
+def test_a_page_that_says_something_else_is_found_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    (tmp_path / "docs" / "results" / "gpu_some.json").write_text(json.dumps(record()))
+    (tmp_path / "README.md").write_text("no part is made\n")
+    page = tmp_path / "docs" / "gpu.md"
+    page.write_text("before\n<!-- made by scripts/make_pages.py: one GPU -->\nstale\n<!-- end -->\nafter\n")
+    how = ["--root", str(tmp_path)]
+    assert make_pages.main([*how, "--check"]) == 1
+    assert make_pages.main(how) == 0
+    assert make_pages.main([*how, "--check"]) == 0
+    text = page.read_text()
+    assert re.search("^before\n<!-- .* -->\n\n### Some GPU\n.*\n\n<!-- end -->\nafter\n", text, re.DOTALL)
+    page.write_text(text.replace("83.8 %", "83.9 %"))
+    assert make_pages.main([*how, "--check"]) == 1
+    page.write_text(text)
+    chart = tmp_path / "docs" / "assets" / "home.svg"
+    chart.write_text(chart.read_text().replace("Some GPU", "Old GPU"))
+    assert make_pages.main([*how, "--check"]) == 1
+    assert "docs/assets/home.svg is stale" in capsys.readouterr().out

@@ -11,6 +11,7 @@ import pytest
 import torch
 from launching import PATIENCE
 from mpi4py import MPI
+from primitives import refusal
 
 import contrastile
 from contrastile.comm import calls
@@ -25,21 +26,21 @@ AGAIN = "; every rank must make the same calls in the same order, forward and ba
 FAULTY = 1
 
 
+def pair(comm: InProcess) -> list[torch.Tensor]:
+    draw = np.random.default_rng(comm.rank)
+    return [torch.tensor(x, requires_grad=True) for x in draw.standard_normal((2, 4 + comm.rank, 5))]
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_ranks_that_want_other_gradients_say_so(exchange: str) -> None:
     seen: list[Any] = []
 
     def program(comm: InProcess) -> str:
-        draw = np.random.default_rng(comm.rank)
-        image, text = (torch.tensor(x, requires_grad=True) for x in draw.standard_normal((2, 4 + comm.rank, 5)))
-        inputs = [image, text, torch.tensor(2.0, requires_grad=True)]
+        inputs = [*pair(comm), torch.tensor(2.0, requires_grad=True)]
         loss = contrastile.clip_loss(*inputs, group=comm, exchange=exchange)
-        try:
-            torch.autograd.grad(loss, inputs[: 1 if comm.rank == FAULTY else None])
-        except ExchangeError as error:
-            return str(error)
-        seen.append(comm.rank)
-        return "nothing"
+        said = refusal(ExchangeError, lambda: torch.autograd.grad(loss, inputs[: 1 if comm.rank == FAULTY else None]))
+        seen.extend([comm.rank] * (said == "nothing"))
+        return said
 
     found = InProcessGroup[str](3).run(program)
     if seen:
@@ -54,15 +55,9 @@ def test_ranks_that_want_other_gradients_say_so(exchange: str) -> None:
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_backwards_in_another_order_are_found_before_a_message_of_theirs(exchange: str) -> None:
     def program(comm: InProcess) -> str:
-        draw = np.random.default_rng(comm.rank)
-        pair = [torch.tensor(x, requires_grad=True) for x in draw.standard_normal((2, 4 + comm.rank, 5))]
-        losses = [contrastile.clip_loss(*pair, 2.0, group=comm, exchange=exchange) for _ in range(2)]
-        try:
-            for loss in reversed(losses) if comm.rank == FAULTY else losses:
-                loss.backward()
-        except ExchangeError as error:
-            return str(error)
-        return "nothing"
+        losses = [contrastile.clip_loss(*pair(comm), 2.0, group=comm, exchange=exchange) for _ in range(2)]
+        order = reversed(losses) if comm.rank == FAULTY else losses
+        return refusal(ExchangeError, lambda: [loss.backward() for loss in order])
 
     where = "ranks 0, 2 are at the backward of call 1 (clip_loss), rank 1 is at the backward of call 2 (clip_loss)"
     assert InProcessGroup[str](3).run(program) == [f"{where}{AGAIN}"] * 3

@@ -11,23 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from contrastile.data import WordNetPairs, load_wordnet_pairs
+from contrastile.data import load_wordnet_pairs
 
 PAIRS, WIDTH = 1021, 384
 DATA = files("contrastile.data")
+BLOB, LOADED = DATA.joinpath("wordnet_pairs.npz").read_bytes(), load_wordnet_pairs()
 
 
-@pytest.fixture(scope="module")
-def pairs() -> WordNetPairs:
-    return load_wordnet_pairs()
-
-
-@pytest.fixture(scope="module")
-def blob() -> bytes:
-    return DATA.joinpath("wordnet_pairs.npz").read_bytes()
-
-
-def test_shapes_and_dtypes(pairs: WordNetPairs) -> None:
+def test_shapes_and_dtypes() -> None:
+    pairs = LOADED
     for features in (pairs.examples, pairs.glosses):
         assert features.shape == (PAIRS, WIDTH)
         assert features.dtype == np.float16
@@ -37,24 +29,24 @@ def test_shapes_and_dtypes(pairs: WordNetPairs) -> None:
     assert set(pairs.parts_of_speech.tobytes()) == set(b"nvar")
 
 
-def test_file_is_uncompressed_undated_and_the_one_the_licences_name(blob: bytes) -> None:
-    entries = zipfile.ZipFile(io.BytesIO(blob)).infolist()
+def test_file_is_uncompressed_undated_and_the_one_the_licences_name() -> None:
+    entries = zipfile.ZipFile(io.BytesIO(BLOB)).infolist()
     assert {entry.compress_type for entry in entries} == {zipfile.ZIP_STORED}
     assert {entry.date_time for entry in entries} == {(1980, 1, 1, 0, 0, 0)}
-    assert len(blob) < 1_700_000
-    assert hashlib.sha256(blob).hexdigest() in DATA.joinpath("LICENSES.md").read_text(encoding="utf-8")
+    assert len(BLOB) < 1_700_000
+    assert hashlib.sha256(BLOB).hexdigest() in DATA.joinpath("LICENSES.md").read_text(encoding="utf-8")
 
 
-def test_a_pickle_is_refused_unopened(pairs: WordNetPairs, tmp_path: Path) -> None:
+def test_a_pickle_is_refused_unopened(tmp_path: Path) -> None:
     file = tmp_path / "pairs.npz"
-    np.savez(file, **{**vars(pairs), "glosses": np.array([{}], dtype=object)})
+    np.savez(file, **{**vars(LOADED), "glosses": np.array([{}], dtype=object)})
     with pytest.raises(ValueError, match=r"Object arrays cannot be loaded .* the file is damaged"):
         load_wordnet_pairs(file)
 
 
 @pytest.mark.parametrize("position", [1009, 400_000, 785_000])
-def test_an_array_with_a_flipped_bit_is_refused(blob: bytes, tmp_path: Path, position: int) -> None:
+def test_an_array_with_a_flipped_bit_is_refused(tmp_path: Path, position: int) -> None:
     file = tmp_path / "flipped.npz"
-    file.write_bytes(blob[:position] + bytes([blob[position] ^ 1]) + blob[position + 1 :])
+    file.write_bytes(BLOB[:position] + bytes([BLOB[position] ^ 1]) + BLOB[position + 1 :])
     with pytest.raises(ValueError, match="the file is damaged"):
         load_wordnet_pairs(file)

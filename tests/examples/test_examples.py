@@ -76,28 +76,6 @@ def test_it_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         wordnet.main()
 
 
-def test_lemmas_and_examples_lead_to_their_gloss_in_the_same_order_whatever_the_batch(tmp_path: Path) -> None:
-    folder = tiny_dictionary(tmp_path / "dictionary")
-    tokenizer = wordnet.AutoTokenizer.from_pretrained(tiny_minilm(tmp_path / "model"))
-    pairs, glosses = wordnet.read_pairs(folder)
-    assert len(glosses) == len(COLOURS) * len(THINGS)
-    assert [(query, glosses[number]) for query, number in pairs[:3]] == [
-        ("red cat", "a tac that is der"),
-        ("cat red", "a tac that is der"),
-        ("see the red cat", "a tac that is der"),
-    ]
-    data = wordnet.WordNet(folder, tokenizer, 20)
-    # begin mark, the two words, end mark; a text that is too long keeps its end mark
-    assert data.queries[0].tolist() == [2, *tokenizer.convert_tokens_to_ids(["red", "cat"]), 3, *[0] * 12]
-    assert not set(data.gloss_of[data.training].tolist()) & set(data.gloss_of[data.testing].tolist())
-    epoch, batches = len(data.training), (data.batches(size) for size in (1, 8, 40))
-    orders = [torch.cat([rows for rows, _ in zip(each, range(2 * epoch), strict=False)]) for each in batches]
-    assert all(torch.equal(order[: 2 * epoch], orders[0]) for order in orders)
-    halves = orders[0].view(2, -1)
-    assert torch.equal(halves.sort(dim=1).values, data.training.expand(2, -1))
-    assert not torch.equal(*halves)
-
-
 def test_the_page_shows_the_step_of_the_example() -> None:
     (step,) = blocks(read("docs/tutorials/examples.md"))
     source = [line for line in inspect.getsource(wordnet.step).splitlines() if '"""' not in line]

@@ -1,4 +1,4 @@
-"""The short examples learn what they say they learn."""
+"""The short examples learn what they say they learn, and the tutorials print what they say they print."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from pages import ROOT, printed, read
+from pages import ROOT, blocks, masked, printed, read
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUMBER = r"(\d\.\d\d)"
 
 
-# clip.py runs as the tutorial: tests/test_tutorials.py
+# clip.py runs as the tutorial
 @pytest.mark.parametrize(
     ("name", "gain"),
     [
@@ -47,3 +47,30 @@ def test_siglip_learns_the_same_on_one_process_and_on_two() -> None:
     for first, last in found:
         assert last[1] > first[1] + 0.5
         assert last[0] < first[0] / 2
+
+
+PAGE = read("docs/tutorials/tiny-clip.md")
+BLOCKS = blocks(PAGE)
+BEST = 0.8
+
+
+def test_the_tiny_clip_is_the_example() -> None:
+    program = read("examples/clip.py")
+    for block in BLOCKS[:5]:
+        assert program.count(block.strip("\n")) == 1, block
+        program = program.replace(block.strip("\n"), "")
+    about, rest = re.fullmatch(r'(""".*?""")(.*)', program, re.S).groups()  # type: ignore[union-attr]
+    assert not rest.strip()
+    assert "docs/tutorials/tiny-clip.md" in about
+
+
+def test_the_tiny_clip_learns_and_prints_what_the_page_says() -> None:
+    found, shown = printed("\n".join(BLOCKS)), "".join(blocks(PAGE, "text"))
+    before, after = (float(re.findall(rf"^{when}: +recall@1 (\S+)$", found, re.M)[0]) for when in ("before", "after"))
+    assert before < 0.2 < BEST < after
+    torch, numpy = re.findall(r"^(?:torch|numpy): (\S+)$", found, re.M)
+    assert torch == numpy
+    # what is nearest in third place may differ
+    third = r"^  a .*\n?"
+    assert masked(re.sub(third, "", found, flags=re.M)) == masked(re.sub(third, "", shown, flags=re.M))
+    assert re.search(r"top:\n  a (large blue|\w+ blue ring|large \w+ ring)", found)

@@ -26,18 +26,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 B, D = 773, 88
 
 
-@pytest.fixture(params=["the GPU's own", "sm80"])
-def record(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The backend's name, with either kernels."""
-    if request.param == "sm80":
-        monkeypatch.setenv("CONTRASTILE_CUPY_KERNELS", "sm80")
-    return "cupy"
-
-
 def towers(dtype: str, b: int = B, d: int = D, seed: int = 0) -> tuple[Any, Any]:
     """Unit features on the GPU, of torch."""
-    one, two = unit_features(2, b, d, dtype, seed)
-    return one, two
+    return tuple(unit_features(2, b, d, dtype, seed))
 
 
 def as_cupy(x: Any) -> Any:
@@ -46,23 +37,29 @@ def as_cupy(x: Any) -> Any:
     return found.view("bfloat16") if x.dtype == torch.bfloat16 else found
 
 
-def losses() -> dict[str, tuple[Callable[..., Any], tuple[float, ...]]]:
-    return {
-        "clip": (contrastile.clip_loss, (14.0,)),
-        "info_nce": (contrastile.info_nce, (14.0,)),
-        "nt_xent": (contrastile.nt_xent, (5.0,)),
-        "sigmoid": (contrastile.sigmoid_loss, (10.0, -10.0)),
-    }
+LOSSES: dict[str, tuple[Callable[..., Any], tuple[float, ...]]] = {
+    "clip": (contrastile.clip_loss, (14.0,)),
+    "info_nce": (contrastile.info_nce, (14.0,)),
+    "nt_xent": (contrastile.nt_xent, (5.0,)),
+    "sigmoid": (contrastile.sigmoid_loss, (10.0, -10.0)),
+}
+
+
+def leaves_of(image: Any, text: Any, numbers: tuple[float, ...]) -> list[Any]:
+    leaves = [x.detach().clone().requires_grad_() for x in (image, text)]
+    return leaves + [torch.tensor(x, device="cuda", requires_grad=True) for x in numbers]
+
+
+def differentiated(loss: Callable[..., Any], leaves: list[Any], backend: str, **how: Any) -> list[Any]:
+    value = loss(*leaves, backend=backend, **how)
+    return [value.detach(), *torch.autograd.grad(value, leaves)]
 
 
 def step(
     loss: Callable[..., Any], image: Any, text: Any, numbers: tuple[float, ...], backend: str, **how: Any
 ) -> list[Any]:
     """The loss and its gradients by torch's autograd."""
-    leaves = [x.detach().clone().requires_grad_() for x in (image, text)]
-    leaves += [torch.tensor(x, device="cuda", requires_grad=True) for x in numbers]
-    value = loss(*leaves, backend=backend, **how)
-    return [value.detach(), *torch.autograd.grad(value, leaves)]
+    return differentiated(loss, leaves_of(image, text, numbers), backend, **how)
 
 
 def of_every_layout() -> list[Any]:
@@ -103,17 +100,22 @@ def test_a_lazy_negative_crosses_as_its_values() -> None:
     assert cupy.asnumpy(crossing.to_cupy(negative, torch, cupy)).tolist() == [-2.0, 4.0]
 
 
-@pytest.mark.parametrize("name", losses())
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_torch_tensors_and_cupy_arrays_give_the_same_bits(record: str, dtype: str, name: str) -> None:
-    loss, numbers = losses()[name]
+@pytest.mark.parametrize("kernels", ["the GPU's own", "sm80"])
+def test_torch_tensors_and_cupy_arrays_give_the_same_bits(
+    kernels: str, dtype: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels == "sm80":
+        monkeypatch.setenv("CONTRASTILE_CUPY_KERNELS", kernels)
+    loss, numbers = LOSSES[name]
     image, text = towers(dtype)
-    by_torch = step(loss, image, text, numbers, record)
-    value, gradients = contrastile.value_and_grad(loss, backend=record)(as_cupy(image), as_cupy(text), *numbers)
+    by_torch = step(loss, image, text, numbers, "cupy")
+    value, gradients = contrastile.value_and_grad(loss, backend="cupy")(as_cupy(image), as_cupy(text), *numbers)
     assert all(isinstance(x, cupy.ndarray) for x in (value, *gradients))
     assert str(gradients[0].dtype) == dtype
     assert bits(by_torch) == bits([value, *gradients])
-    assert bits([loss(as_cupy(image), as_cupy(text), *numbers, backend=record)]) == bits([value])
+    assert bits([loss(as_cupy(image), as_cupy(text), *numbers, backend="cupy")]) == bits([value])
 
 
 def test_float32_goes_to_triton_in_parts() -> None:
@@ -144,16 +146,10 @@ def test_a_step_can_be_captured_by_torch_and_replayed(
     name: str, dtype: str, keep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CONTRASTILE_KEEP_MIB", str(keep))
-    loss, numbers = losses()[name]
+    loss, numbers = LOSSES[name]
     image, text = towers(dtype, d=200)
-    leaves = [x.detach().clone().requires_grad_() for x in (image, text)]
-    leaves += [torch.tensor(x, device="cuda", requires_grad=True) for x in numbers]
-
-    def call() -> list[Any]:
-        value = loss(*leaves, backend="cupy")
-        return [value.detach(), *torch.autograd.grad(value, leaves)]
-
-    graph, found = captured(call)
+    leaves = leaves_of(image, text, numbers)
+    graph, found = captured(lambda: differentiated(loss, leaves, "cupy"))
     other, another = towers(dtype, d=200, seed=1)
     with torch.no_grad():
         leaves[0].copy_(other)
@@ -201,18 +197,14 @@ def test_a_step_can_be_captured_by_cupy_and_replayed() -> None:
 
 def test_nothing_waits_for_the_device() -> None:
     image, text = towers("bfloat16", 4096, 512)
-    leaves = [image.requires_grad_(), text.requires_grad_(), torch.tensor(14.0, device="cuda", requires_grad=True)]
-
-    def call() -> None:
-        torch.autograd.grad(contrastile.clip_loss(*leaves, backend="cupy"), leaves)
-
-    call()
+    leaves = leaves_of(image, text, (14.0,))
+    differentiated(contrastile.clip_loss, leaves, "cupy")
     busy = torch.ones(4096, 4096, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(40):
             busy @ busy
-        call()
+        differentiated(contrastile.clip_loss, leaves, "cupy")
         event = torch.cuda.Event()
         event.record()
         # the products before it still run

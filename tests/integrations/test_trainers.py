@@ -120,10 +120,4 @@ def test_under_ddp_gradients_are_those_of_the_global_loss_and_reduced_once() -> 
 def test_every_recipe_runs_somewhere() -> None:
     """A section with Python blocks is one of those that the tests beside this one call."""
     shown = {name for name, text in SECTIONS.items() if "```python" in text}
-    assert shown == {
-        "sentence-transformers",
-        "transformers",
-        "open_clip",
-        "Lightning",
-        "accelerate",
-    }
+    assert shown == {"sentence-transformers", "transformers", "open_clip", "Lightning", "accelerate"}

@@ -332,7 +332,7 @@ def mbs_equations_8_10_11_16_and_17_divide_by_the_missing_samples_too(N_B, N_mu)
     return dL.sum(axis=0) / counted, mbs.gradient_of_mean(dL, micro), truth, truth * float(N_B) / counted
 
 
-@erratum(shows=[(1,), (2,), (3,)], hides=[(6,)])
+@erratum(shows=[(1,), (2,), (3,), (4,)], hides=[(6,), (9,)])
 def mbs_equation_19_under_algorithm_1(N_mu):
     """Each micro-batch's own Dice loss, over N_S."""
     (A, B), micro = images(6), mbs.split(6, N_mu)

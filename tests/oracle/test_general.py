@@ -5,21 +5,53 @@ from __future__ import annotations
 import mpmath
 import numpy as np
 import pytest
+import torch
 from balls import Ball, U, agrees, general, sigmoid
 from hypothesis import given, settings
 from oracle_problems import RAGGED, Problem, problems
-from second_opinions import by_autograd
 
-from contrastile.oracle.general import (
-    column_lse,
-    gradient_of_logits,
-    gradients,
-    logits,
-    loss,
-    merge,
-    row_lse,
-)
+from contrastile.oracle.general import column_lse, gradient_of_logits, gradients, logits, loss, merge, row_lse
+from contrastile.oracle.pairs import Pairs
 from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigma, sigmoid_loss, softplus
+
+
+def pair_kind(pairs: Pairs, i: int, j: int) -> tuple[bool, bool]:
+    """(positive, admitted) for one pair, by the words of the definition."""
+    same_id = pairs.row_ids is not None and pairs.row_ids[i] == pairs.column_ids[j]
+    if pairs.excluded is not None and pairs.excluded[i] == j:
+        return False, False
+    if pairs.match == "target":
+        return bool(same_id), True
+    if pairs.positives is not None and pairs.positives[i] == j:
+        return True, True
+    return False, not same_id
+
+
+def pair_kinds(pairs: Pairs, m: int, n: int) -> np.ndarray:
+    """Of all pairs, (m, n, 2)."""
+    found = [[pair_kind(pairs, i, j) for j in range(n)] for i in range(m)]
+    return np.array(found, dtype=np.bool_).reshape(m, n, 2)
+
+
+def by_autograd(p: Problem, b: float | None = None) -> list[np.ndarray]:
+    """The general loss, or the sigmoid loss where b is given: (loss, d_rows, d_columns, d_scale, d_bias)."""
+    leaves = [torch.tensor(t, dtype=torch.float64, requires_grad=True) for t in (p.q, p.k, p.scale, p.bias)]
+    q, k, scale, bias = leaves
+    x = scale.reshape(-1, 1) * (q @ k.T) + bias
+    kinds = torch.from_numpy(pair_kinds(p.pairs, *x.shape))
+    value = 0.0 * x.sum()
+    if b is None:
+        lines = [*zip(p.u, x, kinds, strict=True), *zip(p.v, x.T, kinds.transpose(0, 1), strict=True)]
+        for w, logits, kind in lines:
+            if w != 0:
+                targets = logits[kind[:, 0]]
+                target = targets.mean() if len(targets) else 0.0
+                value = value + w * (logits[kind[:, 1]].logsumexp(0) - target)
+    else:
+        z = torch.where(kinds[..., 0], 1.0, -1.0)
+        value = value - torch.nn.functional.logsigmoid(z * x)[kinds[..., 1]].sum() / b
+    return [value.detach().numpy(), *(g.numpy() for g in torch.autograd.grad(value, leaves))]
+
 
 B = 7.0
 
@@ -117,6 +149,13 @@ def test_an_infinite_feature_ends_in_nan_without_a_warning() -> None:
     A = np.ones(p.x.shape, dtype=np.bool_)
     assert row_lse(x, A)[0] == np.inf
     assert np.isnan(gradients(q, p.k, p.scale, gradient_of_logits(x, A, p.u + 1, p.v, p.y, p.y_c)).d_rows[0]).all()
+
+
+def test_an_index_outside_the_columns_names_none() -> None:
+    far = np.iinfo(np.int64)
+    pairs = Pairs(positives=np.array([-1, 3, far.max, far.min]), excluded=np.array([-1, 3, far.max, far.min]))
+    assert not pairs.positive(4, 3).any()
+    assert pairs.admitted(4, 3).all()
 
 
 def test_float32_features_are_widened_first() -> None:

@@ -112,12 +112,6 @@ def test_equations_18_and_19_against_autograd(n, pixels, seed):
     assert agrees(mbs_segmentation.dice_loss_gradient(A, B), gradient)
 
 
-def test_the_dice_coefficient_counts_pixels_of_binary_images():
-    A, B = np.array([[1.0, 1.0, 0.0, 0.0, 1.0]]), np.array([[1.0, 0.0, 0.0, 1.0, 1.0]])
-    assert mbs_segmentation.dice_coefficient(A, B) == 2 * 2 / (3 + 3)
-    assert mbs_segmentation.dice_coefficient(A, A) == 1
-
-
 @pytest.mark.parametrize("N_mu", [1, 2, 3, 4, 9])
 def test_one_ratio_an_image_streams_exactly(N_mu):
     A, B = images(5)
@@ -134,10 +128,3 @@ def test_one_ratio_an_image_streams_exactly(N_mu):
     assert agrees(L, loss)
     for i in range(5):
         assert agrees(dB[i : i + 1], grad[i])
-
-
-@pytest.mark.parametrize("N_mu", [1, 2, 3, 4, 9])
-def test_two_passes_stream_the_dice_loss_of_the_mini_batch_exactly(N_mu):
-    A, B = images(5)
-    streamed = mbs_segmentation.streamed_dice_loss_gradient(A, B, mbs.split(5, N_mu))
-    assert agrees(streamed, dice_balls(A, B)[1])

@@ -34,26 +34,6 @@ def softmax(q: np.ndarray, k: np.ndarray, pairs: Pairs, u: float, v: float) -> l
     return general(Problem(q, k, S, 0.0, pairs, np.full(len(q), u), np.full(len(k), v))).all
 
 
-@pytest.mark.parametrize("ids", [None, IDS])
-def test_clip_is_the_mean_of_two_cross_entropies_without_false_negatives(ids: np.ndarray | None) -> None:
-    a, t, s = leaves(I, T, S)
-    same = np.zeros((B, B), dtype=bool) if ids is None else ids[:, None] == ids
-    x, here = (s * a @ t.T).masked_fill(torch.tensor(same & ~np.eye(B, dtype=bool)), -torch.inf), torch.arange(B)
-    value = (cross_entropy(x, here) + cross_entropy(x.T, here)) / 2
-    balls = softmax(I, T, Pairs(np.arange(B), ids, ids), 1 / (2 * B), 1 / (2 * B))
-    check(list(clip(I, T, S, row_ids=ids, column_ids=ids))[:4], value, [a, t, s], balls[:4])
-
-
-def test_clip_shares_the_target_between_equal_ids() -> None:
-    a, t, s = leaves(I, T, S)
-    y = torch.tensor(IDS[:, None] == IDS).double()
-    y, x = y / y.sum(dim=1, keepdim=True), s * a @ t.T
-    value = (cross_entropy(x, y) + cross_entropy(x.T, y)) / 2
-    pairs = Pairs(row_ids=IDS, column_ids=IDS, match="target")
-    found = clip(I, T, S, row_ids=IDS, column_ids=IDS, match="target")
-    check(list(found)[:4], value, [a, t, s], softmax(I, T, pairs, 1 / (2 * B), 1 / (2 * B))[:4])
-
-
 @pytest.mark.parametrize("positives", [None, np.array([0, 8, 8, 3, 10, 1, 6])])
 def test_info_nce_takes_hard_negatives_and_a_scale_per_row(positives: np.ndarray | None) -> None:
     k, per_row = np.concatenate([T, MORE]), on_grid(rng.uniform(5, 9, size=B))
@@ -163,6 +143,9 @@ def test_one_pair_is_certain() -> None:
 GUIDE = on_grid(rng.standard_normal((B, 3))), on_grid(rng.standard_normal((B, 3)))
 W = on_grid(rng.uniform(0.1, 2.0, size=B))
 OPTIONS = {
+    "plain": (Pairs(np.arange(B)), Options(), None),
+    "without false negatives": (Pairs(np.arange(B), IDS, IDS), Options(), None),
+    "shared targets": (Pairs(row_ids=IDS, column_ids=IDS, match="target"), Options(), None),
     "weights": (Pairs(np.arange(B)), Options(), W),
     "shared targets, smoothed": (Pairs(row_ids=IDS, column_ids=IDS, match="target"), Options(smoothing=0.25), W),
     "inside": (Pairs(row_ids=IDS, column_ids=IDS, match="target"), Options(inside=True), None),
@@ -175,14 +158,14 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_are_torch_s_cross_entropy_and_the_papers(name: str) -> None:
+def test_clip_is_the_mean_of_torch_s_cross_entropies_with_the_papers_options(name: str) -> None:
     """Label smoothing by torch itself, L_in by SupCon Eq. 3, the margin by CosFace Eq. 4, a threshold by a mask.
 
     With a guide the mask is of its similarities alone (GISTEmbed, Sec. 3).
     """
     pairs, options, weights = OPTIONS[name]
     a, t, s = leaves(I, T, S)
-    positive = torch.tensor(pairs.positive(B, B)).double()
+    positive, admitted = torch.tensor(pairs.positive(B, B)).double(), torch.tensor(pairs.admitted(B, B))
     w = torch.ones(B, dtype=torch.float64) if weights is None else torch.tensor(weights)
 
     def side(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
@@ -192,7 +175,7 @@ def test_options_are_torch_s_cross_entropy_and_the_papers(name: str) -> None:
         own, t = g.diagonal()[:, None], options.threshold
         most = own * (1 + t) if options.relative else own + (S * t if options.guide is None else t)
         # a number that no exponential holds, for no target times -inf is 0
-        x = x.masked_fill((g > most) & (positive == 0), -1e30)
+        x = x.masked_fill(((g > most) & (positive == 0)) | ~admitted, -1e30)
         x = x - s * options.margin * positive
         y = positive / positive.sum(1, keepdim=True)
         each = cross_entropy(x, y, label_smoothing=options.smoothing, reduction="none")

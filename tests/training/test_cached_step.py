@@ -1,21 +1,57 @@
-"""Cached steps beside those without a cache: gradients, hooks, frozen towers, features on the host, memory, chunks."""
+"""Cached steps beside those without a cache: gradients, hooks, frozen towers, features on the host, chunks.
+
+A deep distance in tiles (GradCache v1 Eq. 10-13) never holds the whole matrix, and learns in a cached step.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from chunked_graphs import graphs_kept, taken, worst
-from small_towers import B, D, every_parameter, log_scale, setting, skins
+from launching import launch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import contrastile
 from contrastile import training
 from contrastile.training import chunks
+
+B, D = 17, 6
+DOUBLE = torch.float64
+
+
+def log_scale() -> nn.Parameter:
+    return nn.Parameter(torch.tensor(0.7, dtype=DOUBLE))
+
+
+def setting(dtype: torch.dtype = DOUBLE) -> tuple[list[nn.Module], list[Tensor]]:
+    """Two towers with dropout, and their inputs."""
+    nets, inputs = list[nn.Module](), list[Tensor]()
+    for i in range(2):
+        torch.manual_seed(i)
+        nets.append(nn.Sequential(nn.Linear(4 + i, 9), nn.Tanh(), nn.Dropout(0.5), nn.Linear(9, D)).to(dtype))
+        inputs.append(torch.randn(B, 4 + i, dtype=dtype))
+    return nets, inputs
+
+
+def every_parameter(*modules: nn.Module) -> list[Tensor]:
+    return [p for module in modules for p in module.parameters()]
+
+
+def cached(encode: Any, inputs: Any, loss: Any, *, scale: Any, chunk: Any) -> Tensor:
+    """The same call as ``cached_step``."""
+    value = training.Cached(loss, encode, chunk)(*inputs, scale=scale)
+    value.backward()
+    return value.detach()
+
+
+CALLS = pytest.mark.parametrize("call", [training.cached_step, cached])
 
 
 def checkpointed(net: nn.Module, reentrant: bool) -> Callable[[Tensor], Tensor]:
@@ -33,7 +69,7 @@ def checkpointed(net: nn.Module, reentrant: bool) -> Callable[[Tensor], Tensor]:
     ids=["checkpointed", "reentrant", "compiled"],
 )
 def test_encoders_may_be_checkpointed_or_compiled(made: Any) -> None:
-    towers, inputs = setting((B, B))
+    towers, inputs = setting()
     parameters = every_parameter(*towers)
     expected = graphs_kept(towers, [x.split(5) for x in inputs], contrastile.clip_loss, [lambda: 3.0], parameters)
     encoders = [made(net) for net in towers]
@@ -49,7 +85,7 @@ def narrow(function: Callable[..., Tensor], *given: Any) -> Tensor:
 
 def test_autocast_around_the_call_is_that_inside_the_encoders_and_the_loss() -> None:
     """Also in the backward of ``Cached``, which is called outside; and no cached copy of a weight loses a gradient."""
-    towers, inputs = setting((B, B), torch.float32)
+    towers, inputs = setting(torch.float32)
     parameters = every_parameter(*towers)
     torch.manual_seed(0)
     inside = functools.partial(narrow, contrastile.clip_loss)
@@ -68,7 +104,7 @@ def test_autocast_around_the_call_is_that_inside_the_encoders_and_the_loss() -> 
 
 
 def test_the_second_pass_has_a_graph_whoever_calls_it() -> None:
-    towers, inputs = setting((B, B))
+    towers, inputs = setting()
     parameters = every_parameter(*towers)
     found = []
     for mode in (torch.enable_grad(), torch.no_grad()):
@@ -81,10 +117,10 @@ def test_the_second_pass_has_a_graph_whoever_calls_it() -> None:
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("skin", ["cached_step", "Cached"])
-def test_the_graph_of_a_scale_may_be_shared_by_losses(skin: str) -> None:
+@CALLS
+def test_the_graph_of_a_scale_may_be_shared_by_losses(call: Any) -> None:
     """As in one sum of losses without a cache."""
-    towers, inputs = setting((B, B))
+    towers, inputs = setting()
     number = log_scale()
     parameters = [*every_parameter(*towers), number]
     found = []
@@ -92,7 +128,7 @@ def test_the_graph_of_a_scale_may_be_shared_by_losses(skin: str) -> None:
         scale = number.exp()
         torch.manual_seed(0)
         values = [
-            skins()[skin](towers, tuple(inputs), loss, scale=scale if shared else number.exp, chunk=5)
+            call(towers, tuple(inputs), loss, scale=scale if shared else number.exp, chunk=5)
             for loss in (contrastile.clip_loss, contrastile.nt_xent)
         ]
         # and by what else the caller makes of it
@@ -103,7 +139,7 @@ def test_the_graph_of_a_scale_may_be_shared_by_losses(skin: str) -> None:
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_frozen_tower_is_encoded_once_and_gets_no_gradient(frozen: int) -> None:
-    towers, inputs = setting((B, B))
+    towers, inputs = setting()
     towers[frozen].requires_grad_(False)
     calls: list[int] = []
     towers[frozen].register_forward_pre_hook(lambda *_: calls.append(1))
@@ -123,9 +159,9 @@ class WithScale(nn.Module):
         return self.net(x), self.log_scale.exp()
 
 
-@pytest.mark.parametrize("skin", ["cached_step", "Cached"])
-def test_a_scale_that_comes_out_of_a_frozen_tower_learns(skin: str) -> None:
-    towers, inputs = setting((B, B))
+@CALLS
+def test_a_scale_that_comes_out_of_a_frozen_tower_learns(call: Any) -> None:
+    towers, inputs = setting()
     first = WithScale(towers[0])
 
     def loss(a: Tensor, scale: Tensor, b: Tensor) -> Tensor:
@@ -136,7 +172,7 @@ def test_a_scale_that_comes_out_of_a_frozen_tower_learns(skin: str) -> None:
         towers, [x.split(5) for x in inputs], contrastile.clip_loss, [first.log_scale.exp], parameters
     )
     torch.manual_seed(0)
-    skins()[skin]((first, towers[1]), tuple(inputs), loss, chunk=5, scale=None)
+    call((first, towers[1]), tuple(inputs), loss, chunk=5, scale=None)
     assert torch.equal(taken([first.log_scale])[0], expected.gradients[-1])
 
 
@@ -152,42 +188,13 @@ def test_the_seconds_of_the_loss_are_those_between_the_two_passes(monkeypatch: p
         tick(7)
         return contrastile.clip_loss(a, b, scale)
 
-    towers, inputs = setting((B, B))
+    towers, inputs = setting()
     for net in towers:
         net.register_forward_pre_hook(lambda *_: tick(1))
     monkeypatch.setattr("contrastile.training.metrics.time.perf_counter", lambda: float(ticks))
     found = training.cached_step(towers, tuple(inputs), loss, scale=2.0, chunk=5, metrics=("loss", "loss_seconds"))
     assert found["loss_seconds"] == 7
     assert ticks == 7 + 2 * 8
-
-
-class Held:
-    """A tensor that is saved for a backward pass; the most elements that were alive at a time are counted."""
-
-    alive = most = 0
-
-    def __init__(self, x: Tensor) -> None:
-        self.x, self.size = x, x.numel() if x.shape[-1:] == (9,) else 0
-        Held.alive += self.size
-        Held.most = max(Held.most, Held.alive)
-
-    def __del__(self) -> None:
-        Held.alive -= self.size
-
-
-@pytest.mark.parametrize("skin", skins())
-def test_activations_of_one_chunk_are_alive_however_large_the_batch(skin: str) -> None:
-    def most(samples: int, chunk: int) -> int:
-        towers, inputs = setting((samples, samples))
-        Held.alive = Held.most = 0
-        with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.x):
-            skins()[skin](towers, tuple(inputs), contrastile.clip_loss, scale=log_scale().exp, chunk=chunk)
-        return Held.most
-
-    once = most(8, 8)
-    assert once > 0
-    assert most(8 * 64, 8) == once
-    assert most(8 * 4, 32) == 4 * once
 
 
 def test_a_budget_smaller_than_a_sample_takes_one_at_a_time() -> None:
@@ -222,7 +229,7 @@ def test_a_loss_whose_gradient_nobody_sends_has_none() -> None:
         def backward(ctx: Any, gradient: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             return None
 
-    towers, inputs = setting((B, B))
+    towers, inputs = setting()
     cached: Any = training.Cached(contrastile.clip_loss, tuple(towers), 5)
     value = cached(*inputs, scale=3.0)
     apply: Any = Silent.apply
@@ -262,3 +269,84 @@ def test_generators_are_put_back_after_an_error() -> None:
     torch.manual_seed(0)
     torch.rand(6)
     assert torch.equal(found, torch.rand(1))
+
+
+class Bilinear(nn.Module):
+    """The oracle's: tanh(F Omega G')."""
+
+    def __init__(self, omega: Any) -> None:
+        super().__init__()
+        self.omega = nn.Parameter(torch.tensor(omega))
+        self.distances = nn.Identity()
+        self.largest = 0
+
+    def forward(self, f: Tensor, g: Tensor) -> Tensor:
+        d = self.distances(torch.tanh(f @ self.omega @ g.T))
+        self.largest = max(self.largest, d.numel())
+        return d
+
+
+@pytest.mark.parametrize("tile", [2, 3])
+def test_no_more_than_a_tile_of_distances_is_computed_at_once(tile: int) -> None:
+    f, g, omega = arrays()
+    phi = Bilinear(omega)
+    training.deep_distance(phi, tile)(torch.tensor(f, requires_grad=True), torch.tensor(g), 2.0).backward()
+    assert phi.largest == tile * tile
+
+
+def arrays() -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(2)
+    return rng.standard_normal((7, 5)), rng.standard_normal((11, 5)), rng.standard_normal((5, 5))
+
+
+def test_narrow_embeddings_and_autocast() -> None:
+    f, g, omega = (torch.tensor(x).float() for x in arrays())
+    phi = Bilinear(omega.numpy())
+    phi.omega.data = phi.omega.data.float()
+    seen: list[Tensor] = []
+    phi.distances.register_forward_hook(lambda _, __, out: seen.append(out))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = training.deep_distance(phi, 4)(f, g, 2.0)
+    assert value.dtype is torch.float32
+    value.backward()
+    (found,) = taken([phi.omega])
+    assert found.dtype is torch.float32
+    assert found.abs().max() > 0
+    # the backward pass, outside of autocast, sees the distances of the forward pass
+    tiles = 2 * 3
+    assert all(x.dtype is torch.bfloat16 for x in seen)
+    assert all(torch.equal(x, y) for x, y in zip(seen[:tiles], seen[tiles:], strict=True))
+
+
+PROGRAM = str(Path(__file__).parent / "programs" / "train_cached.py")
+REFUSED = [
+    "sync must find the DDP or FSDP2 modules whose gradients are reduced, got none in encode",
+    "sync must find the DDP or FSDP2 modules whose gradients are reduced, got none in the modules that it names",
+    "encode must call the DDP module itself",
+    "scale must be a tensor, got a DTensor",
+    "DDP must have static_graph=False",
+    "must find a gradient of every parameter, got none of extra; use them",
+    "FSDP2 must reduce in the backward pass of the last chunk",
+    "must have all its parameters in DDP, got 2 outside, such as one of shape",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_are_those_of_the_global_loss_and_reduced_once(ranks: int) -> None:
+    ended = launch("torch", PROGRAM, ranks=ranks, seconds=1200)
+    assert ended.code == 0, ended.output
+    for rank in range(ranks):
+        found = dict(line.split(": ", 1) for line in ended.said(rank))
+        # of DDP, and two for each module that FSDP2 shards
+        assert found.pop("restored") == "7 flags"
+        for i, message in enumerate(REFUSED):
+            assert message in found.pop(f"refused {i}")
+        assert len(found) == 12 + 4
+        for trial, ratio in found.items():
+            # two DDP modules reduce once each, FSDP2 once for each of the three modules that it shards
+            name, last = trial.rsplit(" ", 1)
+            if not name.startswith("frozen"):
+                assert last == {"one each": "2", "fsdp": "3"}.get(name, "1"), trial
+            assert float(ratio) < 1, (trial, ratio)
+    assert ended.orphans == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,19 +112,10 @@ def test_ranks_of_torchrun_have_gpus_where_there_is_one_for_each(monkeypatch, gp
 
 
 def test_the_leader_s_judgement_is_everybody_s():
-    class Told:
-        """A process of a launcher that hears what the leader has found."""
-
-        leads = False
-
-        def share(self, x):
-            assert x is None
-            return self.said
-
-    told = Told()
-    told.said = ("verdict", None)
+    # a process of a launcher that hears what the leader has found
+    told = SimpleNamespace(leads=False, share=lambda x: ("verdict", None))
     assert judged(told, lambda: pytest.fail("only the leader judges")) == "verdict"
-    told.said = (None, KeyError("ill"))
+    told.share = lambda x: (None, KeyError("ill"))
     with pytest.raises(KeyError, match="ill"):
         judged(told, lambda: None)
     assert judged(Threads(2), lambda: 3) == 3

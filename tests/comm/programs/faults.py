@@ -1,4 +1,4 @@
-"""A training loop in which one rank fails at one step; started by test_faults.
+"""A training loop in which one rank fails at one step; started by test_engines.
 
 Arguments: engine, fault, rank. Every rank prints what it ended with, and the faulty rank when it failed.
 """

@@ -8,7 +8,9 @@ import random
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -54,9 +56,11 @@ def equal(x: Any, y: Any) -> bool:
     return x.dtype == y.dtype and np.array_equal(host(x), host(y))
 
 
-def kinds() -> list[tuple[str, str]]:
-    """Libraries with their dtypes: NumPy has no bfloat16."""
-    return [(lib, dtype) for lib in PLACES for dtype in DTYPES if (lib, dtype) != ("numpy", "bfloat16")]
+def trials(comm: Any) -> Iterator[tuple[list[int], Callable[..., Any]]]:
+    """Rows of every rank, and what makes arrays of a library and a dtype; NumPy has no bfloat16."""
+    for library, dtype in ((lib, x) for lib in PLACES for x in DTYPES if (lib, x) != ("numpy", "bfloat16")):
+        for sizes in sizes_for(comm.size):
+            yield sizes, partial(data, dtype=dtype, library=library)
 
 
 def sizes_for(n: int) -> list[list[int]]:
@@ -64,33 +68,29 @@ def sizes_for(n: int) -> list[list[int]]:
 
 
 def shifts(comm: Any) -> None:
-    behind = (comm.rank - 1) % comm.size
-    for library, dtype in kinds():
-        for sizes in sizes_for(comm.size):
+    for sizes, made in trials(comm):
 
-            def message(rank: int, sizes: Any = sizes, dtype: str = dtype, library: str = library) -> list[Any]:
-                shapes = (sizes[rank], WIDTH), (sizes[rank],), ()
-                return [data("shift", rank, s, shape=s, dtype=dtype, library=library) for s in shapes]
+        def message(rank: int, sizes: Any = sizes, made: Any = made) -> list[Any]:
+            shapes = (sizes[rank], WIDTH), (sizes[rank],), ()
+            return [made("shift", rank, s, shape=s) for s in shapes]
 
-            sent, expected = message(comm.rank), message(behind)
-            arrived = [empty(x) for x in expected]
-            comm.shift(sent, arrived).wait()
-            assert all(map(equal, arrived, expected)), (library, dtype, sizes)
-            assert all(map(equal, sent, message(comm.rank)))
+        sent, expected = message(comm.rank), message((comm.rank - 1) % comm.size)
+        arrived = [empty(x) for x in expected]
+        comm.shift(sent, arrived).wait()
+        assert all(map(equal, arrived, expected)), (sizes, made)
+        assert all(map(equal, sent, message(comm.rank)))
 
 
 def everybody_to_everybody(comm: Any) -> None:
-    for library, dtype in kinds():
-        for sizes in sizes_for(comm.size):
+    for sizes, made in trials(comm):
 
-            def part(a: int, b: int, sizes: Any = sizes, dtype: str = dtype, library: str = library) -> Any:
-                shape = ((sizes[a] + 2 * sizes[b]) % 4, WIDTH)
-                return data("all", a, b, shape=shape, dtype=dtype, library=library)
+        def part(a: int, b: int, sizes: Any = sizes, made: Any = made) -> Any:
+            return made("all", a, b, shape=((sizes[a] + 2 * sizes[b]) % 4, WIDTH))
 
-            expected = [part(r, comm.rank) for r in range(comm.size)]
-            arrived = [empty(x) for x in expected]
-            comm.all_to_all([part(comm.rank, r) for r in range(comm.size)], arrived).wait()
-            assert all(map(equal, arrived, expected)), (library, dtype, sizes)
+        expected = [part(r, comm.rank) for r in range(comm.size)]
+        arrived = [empty(x) for x in expected]
+        comm.all_to_all([part(comm.rank, r) for r in range(comm.size)], arrived).wait()
+        assert all(map(equal, arrived, expected)), (sizes, made)
 
 
 def several_to_some(comm: Any) -> None:
@@ -113,21 +113,17 @@ def several_to_some(comm: Any) -> None:
 
 
 def gathers(comm: Any) -> None:
-    for library, dtype in kinds():
-        for sizes in sizes_for(comm.size):
-            for tail in ((WIDTH,), ()):
-                shards = [
-                    data("gather", r, shape=(k, *tail), dtype=dtype, library=library) for r, k in enumerate(sizes)
-                ]
-                expected = library_of(shards[0]).concat(shards)
-                whole = empty(expected)
-                pending = comm.all_gather(shards[comm.rank], whole, sizes)
-                pending.wait()
-                assert equal(whole, expected), (library, dtype, sizes)
-                whole[:1] = 0
-                # a message arrives once
-                pending.wait()
-                assert not host(whole[:1]).any(), (library, dtype, sizes)
+    for (sizes, made), tail in product(trials(comm), ((WIDTH,), ())):
+        shards = [made("gather", r, shape=(k, *tail)) for r, k in enumerate(sizes)]
+        expected = library_of(shards[0]).concat(shards)
+        whole = empty(expected)
+        pending = comm.all_gather(shards[comm.rank], whole, sizes)
+        pending.wait()
+        assert equal(whole, expected), (sizes, made)
+        whole[:1] = 0
+        # a message arrives once
+        pending.wait()
+        assert not host(whole[:1]).any(), (sizes, made)
 
 
 def waits_in_any_order(comm: Any) -> None:

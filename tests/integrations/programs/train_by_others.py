@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.extend(str(Path(__file__).resolve().parents[2] / x) for x in (".", "integrations", "training/programs"))
 
 import accelerate
-import gather_across_devices
 import lightning
 import recipes
 import torch
@@ -21,10 +20,15 @@ import train_towers
 from chunked_graphs import worst
 from engines import say
 from recipes import recipe
+from sentence_tables import ROWS, Table, allowed, columns
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.util import dot_score
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from train_towers import CHUNK, Towers, calls, counted
 
+from contrastile.integrations import sentence_transformers as ours
 from contrastile.integrations.open_clip import ChunkedModel
 
 
@@ -77,6 +81,46 @@ TRAINERS: dict[str, Callable[[nn.Module, Any], None]] = {
 }
 
 
+SCALE, STRENGTH, MANY = 5.0, 3.0, 3
+ALL = {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")}
+CHOICES: dict[str, dict[str, Any]] = {
+    "one direction": {},
+    "both": {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
+    "all": ALL,
+    **{
+        mode: {**ALL, "hardness_mode": mode, "hardness_strength": STRENGTH}
+        for mode in ("in_batch_negatives", "hard_negatives", "all_negatives")
+    },
+}
+
+
+def apart(kind: str, more: dict[str, Any], **choice: Any) -> float:
+    """Ours with other numbers of rows on each rank, beside the library's loss of the whole batch, in bounds."""
+    counts = [ROWS + 2 * rank for rank in range(dist.get_world_size())]
+    starts = [MANY * sum(counts[:rank]) for rank in range(len(counts))]
+    parts = [columns(MANY, count, start) for count, start in zip(counts, starts, strict=True)]
+    whole = [{name: torch.cat([x[name] for x in column]) for name in column[0]} for column in zip(*parts, strict=True)]
+    one, other = (SentenceTransformer(modules=[Table(MANY * sum(counts))], device="cpu") for _ in range(2))
+    expected = losses.MultipleNegativesRankingLoss(one, scale=SCALE, **choice)(whole, None)
+    expected.backward()
+    loss = getattr(ours, kind)(other, scale=SCALE, gather_across_devices=True, **choice, **more)
+    # as the library's trainer does
+    loss.model = DistributedDataParallel(other)
+    found = loss(parts[dist.get_rank()], None)
+    found.backward()
+    far = max(abs(expected - found).item(), (one[0].embeddings.grad - other[0].embeddings.grad).abs().max().item())
+    return far / allowed((2 * MANY + 1) * sum(counts), SCALE + STRENGTH)
+
+
+def trials() -> Iterator[tuple[str, float]]:
+    """Every choice of the loss, and the cached one, which passes on what it was given."""
+    for name, choice in CHOICES.items():
+        yield name, apart("MultipleNegativesRankingLoss", {}, **choice)
+    given = {**CHOICES["both"], "similarity_fct": dot_score, "hardness_mode": "all_negatives", "hardness_strength": 2.0}
+    more = {"mini_batch_size": 3, "settings": {"tile": 8}}
+    yield "cached", apart("CachedMultipleNegativesRankingLoss", more, **given)
+
+
 def main() -> None:
     # libraries warn of other versions of torch, and say how they start
     warnings.simplefilter("ignore")
@@ -88,7 +132,7 @@ def main() -> None:
         pair = Towers()
         train(pair, inputs)
         say(rank, f"{name} {len(calls)}: {worst(train_towers.gradients(pair), exact):.3g}")
-    for name, ratio in gather_across_devices.trials():
+    for name, ratio in trials():
         say(rank, f"{name}: {ratio:.3g}")
     dist.destroy_process_group()
 

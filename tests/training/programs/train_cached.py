@@ -23,6 +23,8 @@ from train_towers import CHUNK, SCALE, SHARDS, Towers, calls, clip, counted, exp
 from contrastile import training
 from contrastile.training.sync import Reduction
 
+UNUSED = {"find_unused_parameters": True}
+
 
 class Dispatching(Towers):
     """Towers that one forward encodes one at a time, by a buffer that DDP broadcasts before it calls forward."""
@@ -66,12 +68,6 @@ def stepped(model: nn.Module, encode: Any, inputs: Any, *, times: int = 1, **how
     return model
 
 
-def together(inputs: Any) -> nn.Module:
-    """One module for both towers, whose forward gives the scale too."""
-    model = ddp(Towers())
-    return stepped(model, model, inputs)
-
-
 def apart(inputs: Any, **settings: Any) -> nn.Module:
     """One module that is called for each tower, and the scale from outside of its forward."""
     model = ddp(Dispatching(), **settings)
@@ -95,12 +91,6 @@ def by_hand_apart(inputs: Any) -> nn.Module:
     return model
 
 
-def one_each(inputs: Any) -> nn.Module:
-    """A module for each tower."""
-    model = Towers()
-    return stepped(model, (ddp(model.image), ddp(model.text)), inputs, scale=scale_of(model))
-
-
 def later(inputs: Any) -> nn.Module:
     """Accumulated: an outer no_sync is respected, the step after it reduces both."""
     model = ddp(Dispatching())
@@ -122,16 +112,10 @@ class Wider(Towers):
 
 
 def unused(inputs: Any) -> nn.Module:
-    model = ddp(Wider(), find_unused_parameters=True)
+    model = ddp(Wider(), **UNUSED)
     stepped(model, model, inputs)
     assert model.module.extra.grad is None
     return model
-
-
-def unused_outside(inputs: Any) -> nn.Module:
-    """DDP looks for unused parameters, and the scale is none that the last forward uses."""
-    model = ddp(Towers(), find_unused_parameters=True)
-    return stepped(model, lambda *x: model(*x)[:2], inputs, times=2, scale=scale_of(model))
 
 
 class Ending(Towers):
@@ -142,24 +126,28 @@ class Ending(Towers):
         return found if len(images) else tuple(x.detach() for x in found)
 
 
-def last_frozen(inputs: Any) -> nn.Module:
-    """DDP looks for unused parameters, and finds none in the last chunk; a rank without samples has no other chunk."""
-    model = ddp(Ending(), find_unused_parameters=True)
-    how = {"scale": scale_of(model), "split": lambda x, size: [*x.split(size), x[:0]]}
-    return stepped(model, model, inputs, times=2, **how)
+def with_an_empty_chunk(x: Tensor, size: int) -> list[Tensor]:
+    return [*x.split(size), x[:0]]
 
 
 TRAINERS: dict[str, Callable[[Any], nn.Module]] = {
-    "together": together,
+    # one module for both towers, whose forward gives the scale too
+    "together": lambda x: stepped(model := ddp(Towers()), model, x),
     "apart": apart,
     "through loss": through_loss,
     "by hand, apart": by_hand_apart,
-    "one each": one_each,
+    "one each": lambda x: stepped(model := Towers(), (ddp(model.image), ddp(model.text)), x, scale=scale_of(model)),
     "later": later,
     "unused": unused,
-    "unused outside": unused_outside,
-    "last chunk frozen": last_frozen,
-    "unused apart": functools.partial(apart, find_unused_parameters=True),
+    # DDP looks for unused parameters, and the scale is none that the last forward uses
+    "unused outside": lambda x: stepped(
+        model := ddp(Towers(), **UNUSED), lambda *y: model(*y)[:2], x, times=2, scale=scale_of(model)
+    ),
+    # it finds none in the last chunk; a rank without samples has no other chunk
+    "last chunk frozen": lambda x: stepped(
+        model := ddp(Ending(), **UNUSED), model, x, times=2, scale=scale_of(model), split=with_an_empty_chunk
+    ),
+    "unused apart": functools.partial(apart, **UNUSED),
     "bucket views": functools.partial(apart, gradient_as_bucket_view=True),
 }
 

@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import sys
 
 import pytest
 from pages import blocks, read
@@ -17,17 +16,13 @@ CLAIMS, CONFTEST, KERNEL, REPAIRED = blocks(PAGE)
 def module(tmp_path, monkeypatch):
     """Makes a module of a text."""
     monkeypatch.syspath_prepend(tmp_path)
-    made = []
 
     def write(name, text):
         (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
         importlib.invalidate_caches()
-        made.append(name)
         return importlib.import_module(name)
 
-    yield write
-    for name in made:
-        sys.modules.pop(name, None)
+    return write
 
 
 def test_the_kernel_is_wrong_as_the_page_says_and_then_repaired(module):

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -144,11 +143,3 @@ def test_it():
 """
     out = run(tmp_path, conftest="value = 3\n", test_it=test)
     assert "1 passed" in out
-
-
-def test_the_entry_point_is_the_module():
-    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text(encoding="utf-8"))
-    (name, target), *_ = project["project"]["entry-points"]["pytest11"].items()
-    assert name == target == "pytest_contrastile"
-    assert project["tool"]["setuptools"]["py-modules"] == [target]
-    assert (PACKAGE / f"{target}.py").is_file()
