@@ -126,6 +126,20 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page}: {target}"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if "reference" not in page.parts], ids=named)
+def test_a_code_host_shows_no_directive_as_it_stands(page: Path) -> None:
+    assert not re.search(r"^(:::|--8<--|!!!|\?\?\?) ", page.read_text(encoding="utf-8"), re.M)
+
+
+def test_the_smallest_text_of_every_chart_is_legible_on_a_phone() -> None:
+    for path in [*(ROOT / "docs" / "assets").glob("home*.svg"), *(ROOT / "docs" / "results").glob("*.svg")]:
+        text = path.read_text(encoding="utf-8")
+        width = float(re.findall(r'viewBox="0 0 ([\d.]+)', text)[0])
+        # that of the column; other charts scroll in 31rem, and phones are not given this one
+        shown = {"home-phone": 358, "home": 705}.get(path.stem, 620)
+        assert min(map(float, re.findall(r"font-size: ([\d.]+)px", text))) * shown / width >= 9, path
+
+
 def test_no_equation_of_a_docstring_is_taken_for_html() -> None:
     """``<q_i, k_j>`` outside of code is a tag, which a browser does not show."""
     for file in (ROOT / "contrastile").rglob("*.py"):
