@@ -25,6 +25,9 @@ STAMPS := $(VENV)/.installed
 # only what is imported is compiled, and then
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(PINS) $(PIP_FLAGS)
 
+# each worker would compile every module that it imports, seconds of torch's alone
+unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:
 .PHONY: verify test test-slow test-gpu verify-gpu measure-gpu test-versions lint types coverage pytest docs docs-version pictures package errors clean
 
