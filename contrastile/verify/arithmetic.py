@@ -11,8 +11,8 @@ difference: ``|a - b| <= |a| + |b|``), and ``exp_ulps`` on the result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -87,6 +87,12 @@ class Arithmetic:
     def tiny(self) -> float:
         """Absolute error of one operation of the state arithmetic that underflows."""
         return UNDERFLOW["float64" if self.accuracy.unit <= UNIT["float64"] else "float32"]
+
+    def facts(self, width: int) -> Hashable:
+        """All that the bounds of a problem of this width take from it: equal facts have equal bounds."""
+        lengths = width, self.over_columns.longest, self.over_rows.longest
+        depths = [self.accuracy.depth(terms) for terms in lengths if terms]
+        return replace(self, accuracy=replace(self.accuracy, depth=int, tile=int)), width, *depths
 
     def product(self, terms: int, roundings: int) -> float:
         """Relative error, against the sum of magnitudes, of a matrix product of ``terms`` terms.

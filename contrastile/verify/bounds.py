@@ -72,16 +72,15 @@ def bounds(
 
     def derive(accuracy: Accuracy, dtype: str, *how: Any) -> Outcome:
         a = arithmetic(accuracy, dtype, m, blocks, *how)
+        key = a.facts(truth.q.shape[1]), separate_positives
         with np.errstate(all="ignore"):
-            if problem.kind == "sigmoid":
-                return _sigmoid(problem, truth, a, size)
-            return _softmax(problem, truth, a, size, separate_positives)
+            if key not in truth.bounds and problem.kind == "sigmoid":
+                truth.bounds[key] = _sigmoid(problem, truth, a, size)
+            elif key not in truth.bounds:
+                truth.bounds[key] = _softmax(problem, truth, a, size, separate_positives)
+        return truth.bounds[key]
 
-    # the oracle's part is the same for every backend
-    oracle = truth.oracle_bounds
-    if separate_positives not in oracle:
-        oracle[separate_positives] = derive(ORACLE, "float64")
-    found = derive(accuracy, dtype, options, spread), oracle[separate_positives]
+    found = derive(accuracy, dtype, options, spread), derive(ORACLE, "float64")
     names = [f.name for f in fields(Outcome) if f.name != "rounding"]
     values: dict[str, Any] = {
         name: _total(*(getattr(each, name) for each in (*found, truth.outcome))) for name in names
@@ -145,8 +144,10 @@ def _spread_error(side: Direction, positive: FloatArray, total: FloatArray) -> F
 
 def _smoothing_loss_error(view: Side, positive: FloatArray, total: FloatArray, a: Arithmetic) -> float:
     """Error of ``e sum_i w_i (P - D - mean_j x_ij)``: that of t S, of all logits, and roundings of each term."""
-    side, mean = view.side, np.abs(view.side.x).mean(axis=1) if view.side.x.size else 0.0
-    moved = positive + np.abs(side.target) * total + (view.E.mean(axis=1) if view.side.x.size else 0.0)
+    side = view.side
+    if not side.smoothed.any() or not side.x.size:
+        return 0.0
+    mean, moved = np.abs(side.x).mean(axis=1), positive + np.abs(side.target) * total + view.E.mean(axis=1)
     size = np.abs(np.nan_to_num(side.positive_lse)) + np.abs(side.target * side.positive_sum) + mean
     return float((np.abs(side.smoothed) * (moved + gamma(8 * a.accuracy.unit) * size)).sum())
 
@@ -157,14 +158,15 @@ def _beside(t: Truth, found: dict[str, Any], problem: Problem, upstream: Any, a:
     H is what smoothing adds to |G|: the blocks' G is smaller by so much, with its own roundings, and both parts are
     rounded to the features' dtype, one after the other. The margin's part is a sum of bars in float64.
     """
+    facts, m = a.accuracy, 0.0 if problem.margin is None else abs(problem.margin)
+    by_scale = gamma(8 * facts.unit) * m * np.abs(np.nan_to_num(t.G)).sum() if m else 0.0
+    if not any(side.smoothed.any() for side in t.sides):
+        return found | {"scale": found["scale"] + by_scale}
     H = np.zeros(t.x.shape)
     for side, whole in zip(t.sides, (H, H.T), strict=False):
         target = np.where(side.positive, side.target[:, None], 0.0)
         whole += upstream * np.abs(side.smoothed)[:, None] * (target + 1 / max(target.shape[1], 1))
-    facts, m = a.accuracy, 0.0 if problem.margin is None else abs(problem.margin)
-    by_scale = gamma(8 * facts.unit) * ((H * np.abs(t.products)).sum() + m * np.abs(np.nan_to_num(t.G)).sum())
-    if not H.any():
-        return found | {"scale": found["scale"] + by_scale}
+    by_scale += gamma(8 * facts.unit) * (H * np.abs(t.products)).sum()
     chain = a.product(a.over_columns.longest, a.over_columns.parts) + a.product(a.over_rows.longest, a.over_rows.parts)
     share = facts.gradient_rounding + chain + gamma(8 * facts.unit)
 

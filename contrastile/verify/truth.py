@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ from contrastile.oracle.general import (
 from contrastile.oracle.pairs import Pairs
 from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigma, sigmoid_terms, softplus
 from contrastile.schedules.problem import Problem
+
+_HELD_PAIRS = 1 << 13
+"""Most pairs of a problem whose matrices are held."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ class Truth:
         row_sum: (m, d) G K.
         column_sum: (n, d) G^T Q.
         sides: the row direction and, if there is one, the column direction; none of the sigmoid loss.
-        oracle_bounds: cache of ``bounds``: the oracle's own errors, by whether positives are separate.
+        bounds: cache of ``bounds.bounds``: the errors of each arithmetic, the oracle's own among them.
     """
 
     outcome: Outcome
@@ -129,7 +133,7 @@ class Truth:
     row_sum: FloatArray
     column_sum: FloatArray
     sides: list[Direction]
-    oracle_bounds: dict[bool, Outcome] = field(default_factory=dict, repr=False, compare=False)
+    bounds: dict[Any, Outcome] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def magnitudes(self) -> FloatArray:
@@ -184,6 +188,17 @@ def truth(problem: Problem, upstream: float | FloatArray = 1.0) -> Truth:
         problem: NumPy arrays of any float dtype, widened first; (m, n) matrices are formed, so keep it small.
         upstream: gradient with respect to the loss, in its shape; a number is representable in the state dtype.
     """
+    pairs = len(problem.rows) * sum(map(len, problem.columns))
+    return _held(pickle.dumps((problem, upstream))) if pairs <= _HELD_PAIRS else _truth(problem, upstream)
+
+
+@lru_cache(maxsize=48)
+def _held(content: bytes) -> Truth:
+    """The truth of a small problem: the next backend has the same."""
+    return _truth(*pickle.loads(content))
+
+
+def _truth(problem: Problem, upstream: float | FloatArray) -> Truth:
     q, k = float64(problem.rows), np.concatenate([float64(block) for block in problem.columns])
     scale, bias = float(problem.scale), float(problem.bias) if problem.bias is not None else 0.0
     admitted, positive = masks(problem)
