@@ -171,7 +171,7 @@ def threads(trial: LossTrial) -> Comparisons:
         sys.setswitchinterval(1e-6)
         try:
             with ThreadPoolExecutor(len(some)) as pool:
-                worst = largest(list(pool.map(judged, some * 12)))
+                worst = largest(list(pool.map(judged, some * 8)))
         finally:
             sys.setswitchinterval(interval)
         yield label, worst
@@ -213,26 +213,27 @@ def leaks(trial: LossTrial) -> Comparisons:
         call.finish(call())
         return weakref.ref(call.leaves[0])
 
-    # first calls fill caches
-    first, _ = step(), step()
-    few, many = (
-        peak.peak_bytes(trial.loss.arrays.name, trial.device, partial(peak.repeated, step, times)) for times in (1, 5)
-    )
-    # less than the logits of one of them
-    limit = few + 2 * b * b
-    yield "5 calls", Worst(many / limit, "bytes", (), many, limit)
     # what is there already need not be searched each time
-    gc.collect()
-    yield "features of the first call", NOTHING if first() is None else wrong("they are held")
     gc.freeze()
-    held = sys.maxsize
     try:
+        # first calls fill caches
+        first, _ = step(), step()
+        few, many = (
+            peak.peak_bytes(trial.loss.arrays.name, trial.device, partial(peak.repeated, step, times))
+            for times in (1, 5)
+        )
+        # less than the logits of one of them
+        limit = few + 2 * b * b
+        yield "5 calls", Worst(many / limit, "bytes", (), many, limit)
+        gc.collect()
+        yield "features of the first call", NOTHING if first() is None else wrong("they are held")
+        held = sys.maxsize
         for _ in range(_ROUNDS):
             before = sys.getallocatedblocks()
             peak.repeated(step, _STEPS)
             gc.collect()
             held = min(held, max(0, sys.getallocatedblocks() - before))
-            if 2 * held < _STEPS:
+            if held < _STEPS:
                 break
     finally:
         gc.unfreeze()
