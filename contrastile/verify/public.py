@@ -189,8 +189,9 @@ def over_ranks(objective: str, subject: Subject, case: str) -> Comparisons:
                 continue
             for at, exchange in enumerate(("ring", "gather", "replicate")):
                 ways = list(enumerate(_interfaces(subject, share)))
-                # edges are the exchange's, whoever asks for it
-                for place, interface in ways if how == "uneven" else [ways[(turn + at) % len(ways)]]:
+                # edges are the exchange's, and options the problem's, whoever asks for them
+                every = how == "uneven" and share.label not in OPTIONS
+                for place, interface in ways if every else [ways[(turn + at) % len(ways)]]:
                     reduction = ("mean", "sum")[(turn + place) % 2]
                     label = ", ".join((share.label, exchange, how, interface.name, reduction))
                     if asked(case, label):

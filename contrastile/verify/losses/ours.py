@@ -16,7 +16,7 @@ from contrastile.verify.losses.subject import Loss
 from contrastile.verify.trial import Subject
 
 Target = Callable[..., Any]
-_BLOCK, _CHUNK = 9, 5
+_BLOCK, _CHUNK, _ROWS = 9, 5, 64
 
 _ARRAYS = (
     *("numbers", "interleaved", "rewritten", "aliases", "inputs-kept", "strided", "integers", "refusals"),
@@ -472,6 +472,9 @@ def of_interface(each: Interface, objective: str, subject: Subject, library: str
     settings = {"backend": subject.name, **subject.settings, **more}
     if each.plain:
         claims["state"] = "float64" if subject.dtype == "float64" else "float32"
+    if each.plain or each.block is not None:
+        # more rows are more chunks, or blocks, of which each is as it is elsewhere
+        claims["largest_batch"] = _ROWS
     target = each.make(getattr(losses, objective), settings)
     facts = None if each.plain else subject.accuracy
     return Loss(name, target, Claims(**(claims | dict(each.claims))), facts, each.block)
