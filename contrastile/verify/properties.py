@@ -307,6 +307,7 @@ _EVERY_CASE = (
     value,
     gradients,
     statistics.bars,
+    statistics.public_statistics,
     plain,
     tiles,
     options,

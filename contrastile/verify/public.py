@@ -288,7 +288,6 @@ PROPERTIES = (
     ),
     Property("public-training", training, CASE),
     Property("public-refusals", refusals, CASE, parts=False),
-    statistics.ALONE,
 )
 """One property per loss, and one of what only training has."""
 

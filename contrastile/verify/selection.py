@@ -26,7 +26,8 @@ FEW_CASES = ("smoke", "ragged", "hot", "all-negative", "ids-drop@far", "labels",
 
 STRUCTURE = (
     *("tiles", "options", "permutation", "shift", "split-merge", "duplicates", "upstream", "frozen", "accumulation"),
-    *("guard-bands", "strided", "poisoned-memory", "non-finite", "bars", "symmetric", "determinism"),
+    *("guard-bands", "strided", "poisoned-memory", "non-finite"),
+    *("bars", "public-statistics", "symmetric", "determinism"),
 )
 """The properties that say how a result comes about, whatever its dtype.
 

@@ -1,4 +1,4 @@
-"""N, P and D, and the gradients of losses of them that nobody has: of every case, and by the public ``statistics``.
+"""N, P and D, and the gradients of losses of them that nobody has: of every case, by the public ``statistics`` too.
 
 A loss of the statistics is known to a backend by its bars alone (``contract.Bars``): what is right for any bars is
 right for any such loss.
@@ -6,7 +6,7 @@ right for any such loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,51 +16,36 @@ from contrastile import losses
 from contrastile.backends.contract import state_dtype
 from contrastile.comm.communicator import Communicator
 from contrastile.oracle.arrays import FloatArray, float64
-from contrastile.oracle.pairs import target_weights
 from contrastile.schedules.placement import Shards
 from contrastile.schedules.problem import Problem
+from contrastile.verify import cases
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import GRADIENT, Comparisons, Worst, compare
-from contrastile.verify.draws import pairs, with_guide, with_limits
+from contrastile.verify.draws import targeted
 from contrastile.verify.execution import putter
-from contrastile.verify.rearrange import folded
-from contrastile.verify.rounding import round_to
+from contrastile.verify.rearrange import folded, is_symmetric
 from contrastile.verify.shards import Cut, shares
 from contrastile.verify.trial import Property, SkipError, Subject, Trial
-from contrastile.verify.truth import Outcome, masks, truth
+from contrastile.verify.truth import Outcome, truth
 from contrastile.verify.worlds import judged
 
-_M, _N, _WIDTH = 37, 53, 20
+_IN_BLOCKS = "limits-ids", "labels"
+"""Columns of their own, and rows against themselves: they are cut in their own ways."""
+
+_OF_RANKS = ("ragged", "square-ragged", "ids-drop", "ids-target@far", "labels", "limits", "guide")
 
 
-def _problems(subject: Subject) -> Iterator[tuple[str, Problem]]:
-    """Problems of every kind of pairs that the backend takes."""
-    draw = np.random.default_rng(23)
-    both = [round_to(x, subject.dtype) for x in pairs(draw, _N, _WIDTH)]
-    rows, columns, scale = both[0][:_M], both[1], float64(12.5)
-    ids, of_columns, where = draw.integers(0, 9, _M), draw.integers(0, 9, _N), draw.integers(0, _N, _M)
-    blocks = (columns[:_M], columns[_M:])
-    kinds: dict[str, dict[str, Any]] = {
-        "blocks": {"columns": blocks, "positives": np.arange(_M)},
-        "positives": {"positives": np.where(draw.random(_M) < 0.2, -1, where)},
-        "as many columns": {"columns": (columns[:_M],), "positives": where % _M},
-        "left out": {"positives": where, "row_ids": ids, "column_ids": of_columns},
-        "ids": {"row_ids": ids, "column_ids": of_columns, "match": "target"},
-        "labels": {"columns": (rows,), "row_ids": ids, "column_ids": ids, "match": "target", "excluded": np.arange(_M)},
-    }
-    for kind, given in kinds.items():
-        given = {"columns": (columns,), **given}
-        ones = np.ones(_M)
-        made = Problem(rows=rows, scale=scale, row_weight=ones, row_target=ones, kind="statistics", **given)
-        _, positive = masks(made)
-        target, over = (target_weights(x).max(axis=1, initial=0.0) for x in (positive, positive.T))
-        two_sided = {} if made.excluded is not None else {"column_weight": np.ones(len(over)), "column_target": over}
-        yield kind, (stated := replace(made, row_target=target, **two_sided))
-        if kind == "as many columns" and subject.backend.limits:
-            yield "limits", with_limits(stated)
-        if kind == "as many columns" and subject.backend.guides:
-            yield "guide", with_limits(with_guide(stated, draw, subject.dtype))
+def stated(problem: Problem) -> Problem:
+    """The statistics of a problem's rows and columns, all of which count; of rows against themselves, of the rows.
+
+    A positive that is no column is none, and other rows leave no column out.
+    """
+    m, n, at = len(problem.rows), sum(map(len, problem.columns)), problem.positives
+    itself = problem.excluded is not None and at is None and is_symmetric(problem)
+    positives = None if at is None else np.where((at >= 0) & (at < n), at, -1)
+    bare = replace(problem, kind="statistics", positives=positives, excluded=problem.excluded if itself else None)
+    return targeted(bare, np.ones(m), None if itself else np.ones(n))
 
 
 def bars(trial: Trial) -> Comparisons:
@@ -107,7 +92,7 @@ def _expected(
 
 def _called(problem: Problem, bars: FloatArray, subject: Subject, **settings: Any) -> Outcome:
     """The statistics of a problem by the public function, and where there is autograd the gradients of their loss."""
-    arrays = subject.backend.arrays
+    arrays, settings = subject.backend.arrays, {"backend": subject.name, **subject.settings, **settings}
     put = putter(arrays, subject.device)
     itself = problem.excluded is not None
     rows, *columns = leaves = [put(x, subject.dtype) for x in (problem.rows, *problem.columns[itself:])]
@@ -118,8 +103,8 @@ def _called(problem: Problem, bars: FloatArray, subject: Subject, **settings: An
             x.requires_grad_()
     names = ("positives", "row_ids") if itself else ("positives", "row_ids", "column_ids")
     keywords = {name: put(x, "int64") for name in names if (x := getattr(problem, name)) is not None}
-    limits = ("row_limits", "column_limits") if problem.row_limits is not None else ()
-    keywords |= {name: put(getattr(problem, name), state_dtype(subject.dtype)) for name in limits}
+    limits = {"row_limits": problem.row_limits, "column_limits": problem.column_limits}
+    keywords |= {name: put(x, state_dtype(subject.dtype)) for name, x in limits.items() if x is not None}
     if problem.row_guide is not None:
         keywords["guide"] = put(problem.row_guide, subject.dtype), put(problem.column_guide, subject.dtype)
     if problem.match == "target":
@@ -141,19 +126,18 @@ def _called(problem: Problem, bars: FloatArray, subject: Subject, **settings: An
     return Outcome(float64(value), *gradients)
 
 
-def alone(subject: Subject, case: str) -> Comparisons:
+def public_statistics(trial: Trial) -> Comparisons:
     """The public statistics, and gradients of a loss of them, agree with the oracle's, also in blocks."""
-    ways: dict[str, dict[str, Any]] = {"": {}, ", a tile of 9": {"tile": 9}}
-    if subject.backend.arrays.name == "torch":
-        ways[", blocks of 9"] = {"block": 9}
-    for kind, problem in _problems(subject):
-        drawn, compared = _expected(problem, subject)
-        for way, settings in ways.items():
-            if way and kind not in ("ids", "labels"):
-                # columns of their own and rows against themselves are cut in their own ways
-                continue
-            given = {"backend": subject.name, **subject.settings, **settings}
-            yield kind + way, compared(_called(problem, drawn, subject, **given))
+    trial.only_small()
+    subject, problem = trial.subject, trial.problem
+    if problem.kind == "sigmoid" or problem.bias is not None or not problem.rows.size:
+        raise SkipError("the public function has rows, and no bias")
+    trial.only_finite()
+    problem = stated(problem)
+    drawn, compared = _expected(problem, subject)
+    ways: list[dict[str, Any]] = [{}, *[{"tile": 9}, {"block": 9}] * (trial.case in _IN_BLOCKS)]
+    for way in ways[: 3 if subject.backend.arrays.name == "torch" else 2]:
+        yield ", ".join(f"{name} of 9" for name in way), compared(_called(problem, drawn, subject, **way))
 
 
 def over_ranks(subject: Subject, case: str) -> Comparisons:
@@ -161,13 +145,14 @@ def over_ranks(subject: Subject, case: str) -> Comparisons:
     world = subject.ranks
     weights = [(2 * r + 3) % 5 for r in range(world.size)]
     by_autograd = not (subject.device == "cuda" and world.can_be_late and world.size > 1)
-    for kind, problem in _problems(subject):
-        if kind == "blocks":
+    for kind in _OF_RANKS:
+        problem, backend = stated(cases.build(kind, subject.dtype)), subject.backend
+        if problem.row_limits is not None and not (backend.limits if problem.row_guide is None else backend.guides):
             continue
+        m, n = len(problem.rows), len(problem.columns[0])
         for turn, exchange in enumerate(("ring", "gather", "replicate")):
-            (columns,) = problem.columns
-            rows = shares(_M, weights)
-            over = rows if len(columns) == _M else shares(len(columns), weights[::-1])
+            rows = shares(m, weights)
+            over = rows if m == n else shares(n, weights[::-1])
             how = {"exchange": exchange, "parameter_reduction": ("mean", "sum")[turn % 2], "by_autograd": by_autograd}
             yield f"{kind}, {exchange}", _of_ranks(problem, subject, rows, over, how)
 
@@ -175,15 +160,14 @@ def over_ranks(subject: Subject, case: str) -> Comparisons:
 def _of_ranks(
     problem: Problem, subject: Subject, rows: Sequence[int], over: Sequence[int], how: dict[str, Any]
 ) -> Worst:
-    cut = Cut(problem, Shards(tuple(rows), tuple((size,) for size in over)))
+    m, cut = len(problem.rows), Cut(problem, Shards(tuple(rows), tuple((size,) for size in over)))
     drawn, compared = _expected(problem, subject, Spread(tuple(rows), tuple(over), halved=True))
 
     def program(communicator: Communicator) -> Outcome:
         rank = communicator.rank
-        places = np.arange(_M)[cut.rows(rank)], _M + np.arange(sum(over))[cut.columns(rank, 0)]
+        places = np.arange(m)[cut.rows(rank)], m + np.arange(sum(over))[cut.columns(rank, 0)]
         own = np.concatenate(places[: 1 + (problem.column_weight is not None)])
-        how_here = {"backend": subject.name, "group": communicator, **subject.settings, **how}
-        return _called(cut.part(rank), drawn[:, own], subject, **how_here)
+        return _called(cut.part(rank), drawn[:, own], subject, group=communicator, **how)
 
     parts = subject.ranks.run(program)
 
@@ -197,5 +181,4 @@ def _of_ranks(
     return judged(subject.ranks, judge)
 
 
-ALONE = Property("public-statistics", alone, "public-losses", parts=False)
 OVER_RANKS = Property("statistics", over_ranks, "front-door")
