@@ -173,8 +173,7 @@ def several_ranks(subject: Subject, case: str) -> Comparisons:
         return
     for ranks, names in ((RANKS, _CASES), (_EVEN, _SYMMETRIC)):
         for name in names:
-            given = cases.build(name, subject.dtype)
-            trial = Trial(replace(there, world=Threads(ranks)), name, given, partial(truth, given))
+            trial = Trial(replace(there, world=Threads(ranks)), name, cases.build(name, subject.dtype))
             for check in (*EXCHANGES, "themselves"):
                 try:
                     yield from _labelled(f"{name}, {check}, {ranks} ranks", DISTRIBUTED[check].check(trial))

@@ -15,7 +15,6 @@ from contrastile.verify.execution import DTYPES, one_thread
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Check
 from contrastile.verify.trial import Property, Subject, Trial, skipped
-from contrastile.verify.truth import truth
 from contrastile.verify.worlds import World
 
 _EARLY = 2
@@ -98,13 +97,9 @@ class Selection:
         if not (every_case and self.case_names()) and not any(map(self.own_cases, own_case)):
             return
         case = lru_cache(maxsize=1)(cases.build)
-        oracle = lru_cache(maxsize=1)(lambda name, dtype: truth(case(name, dtype)))
 
         def trial_of(subject: Subject) -> Callable[[str], Trial]:
-            dtype = subject.dtype
-            return lru_cache(maxsize=1)(
-                lambda name: Trial(subject, name, case(name, dtype), partial(oracle, name, dtype))
-            )
+            return lru_cache(maxsize=1)(lambda name: Trial(subject, name, case(name, subject.dtype)))
 
         for dtype in self.dtypes:
             subjects = []

@@ -149,20 +149,18 @@ class Trial:
         subject: the backend under test.
         case: its name.
         problem: what it is.
-        find: computes the problem's truth: of a launcher's processes only the leader needs it.
         cache: results that properties share.
     """
 
     subject: Subject
     case: str
     problem: Problem
-    find: Callable[[], Truth] = field(repr=False)
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def oracle(self) -> Truth:
-        """The truth of the case's problem."""
-        return self.find()
+        """The truth of the case's problem: of a launcher's processes only the leader needs it."""
+        return truth(self.problem)
 
     @cached_property
     def bound(self) -> Outcome:

@@ -23,8 +23,7 @@ from contrastile.oracle.pairs import Pairs
 from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigma, sigmoid_terms, softplus
 from contrastile.schedules.problem import Problem
 
-_HELD_PAIRS = 1 << 13
-"""Most pairs of a problem whose matrices are held."""
+_FEW_PAIRS = 1 << 13
 
 
 @dataclass(frozen=True)
@@ -188,17 +187,12 @@ def truth(problem: Problem, upstream: float | FloatArray = 1.0) -> Truth:
         problem: NumPy arrays of any float dtype, widened first; (m, n) matrices are formed, so keep it small.
         upstream: gradient with respect to the loss, in its shape; a number is representable in the state dtype.
     """
-    pairs = len(problem.rows) * sum(map(len, problem.columns))
-    return _held(pickle.dumps((problem, upstream))) if pairs <= _HELD_PAIRS else _truth(problem, upstream)
+    few = len(problem.rows) * sum(map(len, problem.columns)) <= _FEW_PAIRS
+    return (_of_few if few else _of_many)(pickle.dumps((problem, upstream)))
 
 
-@lru_cache(maxsize=48)
-def _held(content: bytes) -> Truth:
-    """The truth of a small problem: the next backend has the same."""
-    return _truth(*pickle.loads(content))
-
-
-def _truth(problem: Problem, upstream: float | FloatArray) -> Truth:
+def _found(content: bytes) -> Truth:
+    problem, upstream = pickle.loads(content)
     q, k = float64(problem.rows), np.concatenate([float64(block) for block in problem.columns])
     scale, bias = float(problem.scale), float(problem.bias) if problem.bias is not None else 0.0
     admitted, positive = masks(problem)
@@ -242,6 +236,10 @@ def _truth(problem: Problem, upstream: float | FloatArray) -> Truth:
         )
         sums = G @ k, G.T @ q
         return Truth(outcome, q, k, scale, bias, products, x, admitted, positive, G, *sums, sides)
+
+
+# the next property has the same, and the next backend; large matrices of the latest alone are held
+_of_few, _of_many = lru_cache(maxsize=48)(_found), lru_cache(maxsize=2)(_found)
 
 
 def column_blocks(problem: Problem, joined: FloatArray) -> tuple[FloatArray, ...]:

@@ -384,13 +384,7 @@ class LossCase(ByContent):
     @property
     def oracle(self) -> Truth:
         """Its truth."""
-        return _truth(self)
-
-
-@lru_cache(maxsize=2)
-def _truth(case: LossCase) -> Truth:
-    """Its matrices may be large, so those of the last cases alone are held."""
-    return truth(case.problem)
+        return truth(self.problem)
 
 
 def concerns(name: str, prop: str, own: str | None, objective: str) -> bool:
