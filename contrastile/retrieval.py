@@ -7,7 +7,8 @@ to 16 bits. Nothing here has a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,10 @@ import torch
 from torch import Tensor
 
 from contrastile import validation
+from contrastile.backends.choice import unusable
+from contrastile.backends.contract import Block, Pairs, Search
+from contrastile.backends.crossing import dtype_name
+from contrastile.backends.registry import load
 from contrastile.backends.torch.products import has_mixed_product
 from contrastile.comm.communicator import MismatchError
 from contrastile.comm.connect import connect
@@ -25,6 +30,8 @@ TILE = 2048
 """Rows and columns of a tile on a CPU."""
 ENTRIES, WIDE = 2**26, 2**17
 """Products of a tile on a GPU, and its columns: few launches, and few lists of neighbours to merge."""
+HIGH = 2**14
+"""Rows that a fused search takes at once: it holds less for them than columns take, and has few launches."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -53,7 +60,8 @@ def ranks(
         row_ids: (m,) integers, given together with column_ids: other columns with the row's id do not count.
         column_ids: (n,) integers.
         group: see ``contrastile.plan.Settings``. Every rank holds the columns of all ranks while it searches.
-        tile: rows and columns of a tile; None takes 2,048, and on a GPU 2^26 products.
+        tile: rows and columns of a tile; None takes 2,048, and on a GPU 2^26 products; of 16-bit features on a GPU none
+            are stored where there is Triton.
         progress: whether to show a progress bar on stderr.
 
     Returns:
@@ -68,6 +76,9 @@ def ranks(
     search = _Search(rows, columns, positives, (row_ids, column_ids), group, tile, progress=progress)
     found = []
     for low, where in search.blocks():
+        if search.fused is not None:
+            found.append(search.fused.ranks(search.block(low, where)))
+            continue
         own = search.own(low, where)
         count = torch.zeros(len(where), dtype=torch.int64, device=rows.device)
         for left, x in search.products(low):
@@ -124,9 +135,10 @@ def top_k(
     Raises:
         TypeError, ValueError, MismatchError, ExchangeError: see ``ranks``.
     """
-    search = _Search(rows, columns, None, (None, None), group, tile, paired=False, progress=progress)
+    _at_least("k", k, 1)
+    search = _Search(rows, columns, None, (None, None), group, tile, paired=False, progress=progress, k=k)
     n = len(search.columns)
-    if _at_least("k", k, 1) > n:
+    if k > n:
         raise ValueError(f"k must be at most the number of columns, got {k} of {n}; ask for fewer")
     found = [search.nearest(low, where, k) for low, where in search.blocks()]
     empty = search.products_of(rows[:0], search.columns[:k]), search.positives[:0, None].expand(0, k)
@@ -180,16 +192,21 @@ def mine_hard_negatives(
     """
     _at_least("k", k, 1)
     _at_least("range_min", range_min, 0)
-    search = _Search(rows, columns, positives, (row_ids, column_ids), group, tile, progress=progress)
+    search = _Search(rows, columns, positives, (row_ids, column_ids), group, tile, progress=progress, k=range_min + k)
     found = []
-    for low, where in search.blocks():
-        own, most = search.own(low, where), torch.full_like(where, max_score, dtype=search.dtype)
+
+    def limits(own: Tensor) -> Tensor:
+        most = torch.full_like(own, max_score)
         if absolute_margin is not None:
             most = torch.minimum(most, own - absolute_margin)
         if relative_margin is not None:
             most = torch.minimum(most, own - relative_margin * own.abs())
-        values, numbers = search.nearest(low, where, range_min + k, (min_score, most))
-        numbers = numbers.masked_fill(values == -torch.inf, -1)[:, range_min:]
+        return most
+
+    for low, where in search.blocks():
+        values, numbers = search.nearest(low, where, range_min + k, limits)
+        # what falls short of the least score stands behind all others
+        numbers = numbers.masked_fill((values == -torch.inf) | (values < min_score), -1)[:, range_min:]
         found.append(torch.nn.functional.pad(numbers, (0, k - numbers.shape[1]), value=-1))
     return torch.cat(found) if found else search.positives[:, None].expand(0, k)
 
@@ -201,6 +218,7 @@ class _Search:
         columns: (n, d), of all ranks.
         positives: (m,) int64.
         dtype: of the products.
+        fused: what compares products as they are formed, or None.
     """
 
     def __init__(
@@ -214,6 +232,7 @@ class _Search:
         *,
         progress: bool,
         paired: bool = True,
+        k: int = 0,
     ) -> None:
         # a loss takes autocast's dtype; here rounded products would be ties
         with torch.autocast(rows.device.type if isinstance(rows, Tensor) else "cpu", enabled=False):
@@ -230,6 +249,7 @@ class _Search:
         where = None if where is None else validation.integers("positives", where, m, "row", arrays, rows)
         side = TILE if tile is None else _at_least("tile", tile, 1)
         self.rows, self.columns, self._shown = rows, columns, progress
+        self._paired = paired
         self._start = 0 if group is None else self._join(group)
         own = torch.arange(self._start, self._start + m, device=rows.device)
         self._named, self.positives = where is not None, own if where is None else where
@@ -242,6 +262,9 @@ class _Search:
         # the products of one tile, by its first row and column: those of positives are needed twice
         self._kept: tuple[tuple[int, int], Tensor] | None = None
         self.dtype: torch.dtype = torch.promote_types(rows.dtype, torch.float32)
+        self.fused = _fused(rows, self.columns, k) if tile is None else None
+        if self.fused is not None:
+            self._high = HIGH
 
     def _join(self, group: Any) -> int:
         """Take the columns of all ranks for this rank's; give the number of its first one."""
@@ -273,6 +296,21 @@ class _Search:
                 report(low, len(self.rows), "rows")
                 yield low, self.positives[low : low + self._high]
 
+    def block(self, low: int, where: Tensor, numbers: Any = slice(None), limits: Tensor | None = None) -> Block:
+        """Rows from ``low`` and these columns, as ``fused`` takes them."""
+        part, ids = slice(low, low + len(where)), (self._row_ids, self._column_ids)
+        of_rows, of_columns = (None if x is None else x[at] for x, at in zip(ids, (part, numbers), strict=True))
+        pairs = Pairs(where if self._paired else None, None, of_rows, of_columns, row_limits=limits)
+        return Block(self.rows[part], self.columns[numbers], torch.ones((), device=where.device), None, pairs)
+
+    def _rest(self, at: Tensor) -> _Search:
+        """Of some rows, by tiles that are stored."""
+        rest = copy(self)
+        rest.fused, rest._high, rest._shown, rest._named = None, max(1, ENTRIES // self._wide), False, True
+        rest.rows, rest.positives = self.rows[at], self.positives[at]
+        rest._row_ids = None if self._row_ids is None else self._row_ids[at]
+        return rest
+
     def products_of(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Dot products, not rounded to the features' dtype."""
         # autocast would round them, and equal ones are ties
@@ -295,6 +333,9 @@ class _Search:
 
     def own(self, low: int, where: Tensor) -> Tensor:
         """The positives' dot products, by the same products as all others: only so are ties equal."""
+        if self.fused is not None:
+            dots: Tensor = self.fused.own(self.block(low, where))
+            return dots
         found = torch.empty(len(where), dtype=self.dtype, device=where.device)
         if self._named:
             homes = torch.unique(where // self._wide).tolist()
@@ -319,19 +360,30 @@ class _Search:
         return x.scatter_(1, at, torch.where(inside, value, x.gather(1, at)))
 
     def nearest(
-        self, low: int, where: Tensor, k: int, bounds: tuple[float, Tensor] | None = None
+        self, low: int, where: Tensor, k: int, limits: Callable[[Tensor], Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         """The k largest dot products of each row of a block, and their columns, fewer where there are fewer columns.
 
-        ``bounds``: the least, and for each row the most, that a negative may have; others, and positives, are -inf.
+        ``limits``: of the positives' dot products, the most that a row's negative may have; others, and positives, are
+        -inf.
         """
+        most = None if limits is None else limits(self.own(low, where))
+        if self.fused is not None:
+            # in an order in which neighbours are not alike, as they often are: they would all be in a few tiles
+            draw = torch.Generator(where.device).manual_seed(0)
+            order = torch.randperm(len(self.columns), generator=draw, device=where.device)
+            values, numbers, left = self.fused.nearest(self.block(low, where, order, most), k, order)
+            if bool(left.any()):
+                rest = self._rest(low + left.nonzero()[:, 0])
+                parts = [rest.nearest(*block, k, limits) for block in rest.blocks()]
+                values[left], numbers[left] = (torch.cat(x) for x in zip(*parts, strict=True))
+            return values, numbers
         values = torch.empty((len(where), 0), dtype=self.dtype, device=where.device)
         numbers = where[:, None][:, :0]
         for left, x in self.products(low):
-            if bounds is not None:
-                least, most = bounds
+            if most is not None:
                 x = self.left_out(x, low, left, where, value=-torch.inf)
-                x = x.masked_fill_((x < least) | (x > most[:, None]), -torch.inf)
+                x = x.masked_fill_(x > most[:, None], -torch.inf)
             best, at = _first(x, min(k, x.shape[1]))
             # columns that came before stand first, and a stable sort leaves equal products in their order
             values, order = torch.cat([values, best], 1).sort(dim=1, descending=True, stable=True)
@@ -359,6 +411,21 @@ def _first(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     at, order = at.sort(dim=1)
     values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
     return values, at.gather(1, order)
+
+
+def _fused(rows: Tensor, columns: Tensor, k: int) -> Search | None:
+    """What compares dot products of such features as they are formed, with the k largest found; or None."""
+    # float32 features would be multiplied in parts
+    if rows.itemsize > 2 or 0 in (*rows.shape, *columns.shape) or unusable("triton", rows.device.type) is not None:
+        return None
+    backend = load("triton")
+    search = backend.search if dtype_name(rows.dtype) in backend.dtypes else None
+    if search is not None and k > 0:
+        largest = [float(torch.linalg.vector_norm(x, torch.inf)) for x in (rows, columns)]
+        # no sum is infinite, or NaN
+        finite = rows.shape[1] * largest[0] * largest[1] < torch.finfo(torch.float32).max
+        return search if finite and k <= search.most(columns) else None
+    return search
 
 
 def _at_least(name: str, number: Any, least: int) -> int:

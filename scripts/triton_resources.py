@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+import contrastile.backends.triton.search as search
 from contrastile.backends.contract import Block, Options, Pairs, SideWeights, Weights
 from contrastile.backends.triton import backward, forward, launch, parts, positives, precheck, products, sigmoid, sums
 from contrastile.backends.triton.arrays import TritonArrays
@@ -34,7 +35,7 @@ from contrastile.backends.triton.forward_pass import lse
 from contrastile.backends.triton.sigmoid_pass import sigmoid_loss
 
 ARCHITECTURES = (80, 90, 100)
-MODULES = (backward, forward, parts, positives, precheck, products, sigmoid, sums)
+MODULES = (backward, forward, parts, positives, precheck, products, search, sigmoid, sums)
 VARIANTS = (("float16", "ieee"), ("bfloat16", "ieee"), ("float32", "tf32"), ("float32", "split"))
 """Dtypes of features, each with a precision that the backend has on a GPU."""
 
@@ -100,6 +101,10 @@ def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
         lse(block, two_sided, options)
         side = SideWeights(wide[:size], wide[:size], x, x)
         weights = Weights(side, side if two_sided else None)
+        if kind.itemsize == 2 and two_sided and not plain and block.pairs.match == "drop" and not block.pairs.limited:
+            search.ranks(block)
+            for few in (replace(block, pairs=Pairs()), replace(block, pairs=replace(block.pairs, row_limits=x))):
+                search.nearest(few, 1, index[:size])
         with mock.patch.object(products, "_has_out_dtype", return_value=False):
             gradients(block, weights, out, out, options)
             finished(block, weights, None, "gradient", options)
@@ -120,7 +125,7 @@ def resources(architecture: int, dtype: str, plain: bool = False, precision: str
         flags = "".join(
             f" {key}={value}"
             for key, value in arguments.items()
-            if (isinstance(value, bool) and key.isupper()) or key in ("IDS", "BM", "BN", "BK", "PARTS")
+            if (isinstance(value, bool) and key.isupper()) or key in ("WHAT", "IDS", "BM", "BN", "BK", "PARTS")
         )
         variant = (dtype if precision == "ieee" else f"{dtype}/{precision}") + flags
         warps = kernel.metadata.num_warps

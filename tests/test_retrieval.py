@@ -91,6 +91,35 @@ def test_ranks_of_a_group_see_all_columns(size: int, dtype: torch.dtype) -> None
         assert torch.equal(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN, under Triton's interpreter
+def test_a_fused_search_finds_what_tiles_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(retrieval, "HIGH", 16)
+    random, device = torch.Generator().manual_seed(0), "cuda" if torch.cuda.is_available() else "cpu"
+    m, n, width = 17, 700, 17
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=random).to(device)
+
+    rows, columns = integers(-2, 3, m, width).half(), integers(-2, 3, n, width).half()
+    # more ties than there is room for
+    rows[3], columns[::5] = 0, columns[2].clone()
+    spoiled = rows.clone()
+    spoiled[7] = torch.nan
+    assert retrieval._fused(rows, columns, 5) is not None
+    assert retrieval._fused(spoiled, columns, 5) is None
+    positives, ids = integers(0, n, m), {"row_ids": integers(0, 9, m), "column_ids": integers(0, 9, n)}
+    limits: Any = {"range_min": 2, "min_score": -3.0, "max_score": 9.0, "relative_margin": 0.25}
+    for named, more, x in (({}, {}, rows), ({"positives": positives}, limits, spoiled), (ids, limits, rows)):
+        ranks = (retrieval.ranks(x, columns, **named, tile=tile) for tile in (None, 99))
+        assert torch.equal(*ranks)
+        mined = (retrieval.mine_hard_negatives(rows, columns, 3, **named, **more, tile=tile) for tile in (None, 99))
+        assert torch.equal(*mined)
+    for k in (1, 5):
+        for pair in zip(*(retrieval.top_k(rows, columns, k, tile=tile) for tile in (None, 99)), strict=True):
+            assert torch.equal(*pair)
+
+
 def test_ranks_of_two_widths_are_refused_by_all() -> None:
     def program(communicator: Any) -> Any:
         x = torch.ones(3, 4 + communicator.rank)

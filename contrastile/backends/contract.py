@@ -351,6 +351,27 @@ class Whole:
     gradients: Callable[..., Sequence[Array | None] | None]
 
 
+class Search(NamedTuple):
+    """What ``contrastile.retrieval`` asks for, of 16-bit features, without storing the dot products.
+
+    Attributes:
+        own: ``own(block)``: each row's dot product with its positive, (m,) float32, in the bits in which it is
+            compared.
+        ranks: ``ranks(block)``: how many columns, but the positive and those of the row's id, have a dot product that
+            is not smaller than the positive's: (m,) int64.
+        nearest: ``nearest(block, k, numbers)``, of finite dot products: the k largest of each row, float32, in falling
+            order, and of equal ones the least of the columns' ``numbers`` (n,), int64, first; these numbers; and which
+            rows are left to another way. With positives, which are numbers here, those do not count, nor columns of
+            the row's id or beyond its limit, a dot product; -inf where there are fewer.
+        most: ``most(columns)``: the largest k of ``nearest``.
+    """
+
+    own: Callable[[Block], Array]
+    ranks: Callable[[Block], Array]
+    nearest: Callable[[Block, int, Array], tuple[Array, Array, Array]]
+    most: Callable[[Array], int]
+
+
 FootprintFunction = Callable[[int, int, int, str, str, Options], Footprint]
 KeepsFunction = Callable[[int, int, str, str, Options], int]
 
@@ -412,6 +433,7 @@ class Backend:
         compensated: whether statistics are (m, 2) where the state is float64: see ``SideStatistics``.
         limits: whether it takes pairs with limits; any other is given none.
         guides: whether it takes pairs with a guide, likewise.
+        search: None, or ranks and nearest columns: see ``Search``.
     """
 
     name: str
@@ -437,6 +459,7 @@ class Backend:
     compensated: bool = False
     limits: bool = False
     guides: bool = False
+    search: Search | None = None
 
     def check(self, block: Block, options: Options | None = None) -> None:
         """Raise UnsupportedProblemError with the reason, if this backend refuses the block or the options.

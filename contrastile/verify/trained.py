@@ -271,25 +271,36 @@ def _search(batch: Batch) -> _Held:
     from contrastile import retrieval
 
     draw = np.random.default_rng(1)
-    # integers: every product is exact, and many are equal
-    rows, columns = (draw.integers(-2, 3, (size, 4)).astype(np.float32) for size in (_ROWS, _ROWS + 18))
-    positives, of_rows, of_columns = (draw.integers(0, most, n) for most, n in ((41, _ROWS), (9, _ROWS), (9, 41)))
+    # integers: every product is exact, and many are equal; of the first row all
+    n = _ROWS + 180
+    rows, columns = (draw.integers(-2, 3, (size, 4)).astype(np.float32) for size in (_ROWS, n))
+    positives, of_rows, of_columns = (draw.integers(0, most, m) for most, m in ((n, _ROWS), (9, _ROWS), (9, n)))
+    rows[0], of_rows[1] = 0, 9
     x, each = rows @ columns.T, np.arange(_ROWS)
+    # within its own margin, if it counted
+    positives[1] = np.argmax(x[1] == 0)
     given: Any = [torch.from_numpy(y).to(batch.subject.device) for y in (rows, columns)]
-    named: Any = {"positives": torch.from_numpy(positives), "tile": 7}
-    own = x[each, positives]
-    beaten = (x >= own[:, None]).sum(axis=1) - 1
-    yield "ranks", np.array_equal(retrieval.ranks(*given, **named).cpu(), beaten)
+    own, other = x[each, positives], of_rows[:, None] != of_columns
+    other[each, positives] = False
+    beats = x >= own[:, None]
     nearest = np.argsort(-x, axis=1, kind="stable")
-    for tile in (7, None):
-        _, numbers = retrieval.top_k(given[0], given[1], 3, tile=tile)
-        yield "the nearest columns", np.array_equal(numbers.cpu(), nearest[:, :3])
-    fits = (of_rows[:, None] != of_columns) & (x <= np.minimum(own - 1, own - np.abs(own) / 2)[:, None])
+    fits = other & (x <= np.minimum(own + 1, own - np.abs(own) / 2)[:, None])
     mined = [[j for j in row if fits[i, j]][2:5] for i, row in enumerate(nearest)]
-    named |= {"row_ids": torch.from_numpy(of_rows), "column_ids": torch.from_numpy(of_columns)}
-    named |= {"range_min": 2, "absolute_margin": 1.0, "relative_margin": 0.5}
-    found = retrieval.mine_hard_negatives(given[0], given[1], 3, **named)
-    yield "hard negatives", found.tolist() == [row + [-1] * (3 - len(row)) for row in mined]
+    ids: Any = {"row_ids": torch.from_numpy(of_rows), "column_ids": torch.from_numpy(of_columns)}
+    limits: Any = {"range_min": 2, "absolute_margin": -1.0, "relative_margin": 0.5}
+    # kernels, where there are some, take 16 bits and have tiles of their own
+    half: Any = [y.half() for y in given]
+    for (q, k), tile in ((given, 7), (given, None), (half, None)):
+        named: Any = {"positives": torch.from_numpy(positives), "tile": tile}
+        yield "ranks", np.array_equal(retrieval.ranks(q, k, **named).cpu(), beats.sum(axis=1) - 1)
+        yield (
+            "ranks among ids",
+            np.array_equal(retrieval.ranks(q, k, **named, **ids).cpu(), (beats & other).sum(axis=1)),
+        )
+        _, numbers = retrieval.top_k(q, k, 3, tile=tile)
+        yield "the nearest columns", np.array_equal(numbers.cpu(), nearest[:, :3])
+        found = retrieval.mine_hard_negatives(q, k, 3, **named, **ids, **limits)
+        yield "hard negatives", found.tolist() == [row + [-1] * (3 - len(row)) for row in mined]
     shares = [[y[:9], z[:12]] for y, z in [given]] + [[y[9:], z[12:]] for y, z in [given]]
     parts = Threads(2).run(lambda group: retrieval.ranks(*shares[group.rank], group=group, tile=7))
     # a rank's rows have its own columns for positives

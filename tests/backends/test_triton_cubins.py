@@ -78,6 +78,7 @@ def test_two_programs_of_the_hot_kernels_share_a_hopper_multiprocessor_without_s
         and "LIMITED=True" not in x["variant"]
     ]
     assert hot
+    assert not any(x["spilled"] for x in recorded() if x["kernel"] == "search_tiles" and x["architecture"] == 90)
     for kernel in hot:
         assert kernel["spilled"] == 0, kernel
         assert 2 * (kernel["shared"] + RESERVED) <= MULTIPROCESSOR[90], kernel

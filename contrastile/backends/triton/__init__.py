@@ -7,13 +7,14 @@ the device. Under Triton's interpreter (TRITON_INTERPRET=1) the same kernels run
 
 from __future__ import annotations
 
-from contrastile.backends.contract import PRECISIONS, Accuracy, Backend, Options
+from contrastile.backends.contract import PRECISIONS, Accuracy, Backend, Options, Search
 from contrastile.backends.passes import own_references, supports
 from contrastile.backends.triton.arrays import ARRAYS
 from contrastile.backends.triton.backward_pass import finished, gradients
 from contrastile.backends.triton.configs import INTERPRETED
 from contrastile.backends.triton.forward_pass import lse
 from contrastile.backends.triton.operands import footprint
+from contrastile.backends.triton.search import most, nearest, own, ranks
 from contrastile.backends.triton.sigmoid_pass import sigmoid_loss
 
 
@@ -60,4 +61,5 @@ backend = Backend(
     contract=2,
     limits=True,
     guides=True,
+    search=Search(own, ranks, nearest, most),
 )

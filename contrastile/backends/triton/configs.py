@@ -74,6 +74,8 @@ _TABLE: dict[str, dict[str, dict[int, Config]]] = {
         "half": {80: Config(128, 128, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2)},
         "tf32": {80: Config(128, 128, 16, 8, 3, 1), 90: Config(128, 128, 32, 4, 3, 2)},
     },
+    # ranks and nearest columns: an epilogue of few instructions needs no second program to hide behind
+    "search": {"half": {80: Config(128, 64, 32, 4, 3, 2), 90: Config(128, 256, 64, 8, 3, 1, group=8)}},
     # ids or exclusions: 64-bit comparisons take registers
     "masked": {
         "half": {80: Config(128, 64, 32, 4, 3, 2), 90: Config(128, 64, 64, 4, 3, 2)},

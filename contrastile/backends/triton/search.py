@@ -1,0 +1,161 @@
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""Ranks and nearest columns: a tile of dot products is compared with a number of each row, and never stored.
+
+A dot is the same bits wherever its row and its column stand: tensor cores add over the features in one order, whatever
+the tile. So a column compared with its own dot is equal, and equal columns tie.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from contrastile.backends.contract import Block, Options
+from contrastile.backends.passes import Chunk, ceil_div
+from contrastile.backends.triton.common import empties
+from contrastile.backends.triton.kernel import kernel
+from contrastile.backends.triton.launch import grid, on_device
+from contrastile.backends.triton.operands import BlockPass, features_of
+from contrastile.backends.triton.tiles import NO_IDS, beyond, dots, pairs, place, touched
+
+# what is made of a tile
+_COUNT, _PEAKS, _COLLECT = (tl.constexpr(x) for x in range(3))
+
+_EMPTY = -0x7F800001 << 32
+"""The key of no column: of -inf, behind every column's."""
+
+
+@kernel
+@triton.jit(do_not_specialize=["m", "n", "depth", "room"])
+def search_tiles(
+    rows, columns, bars, limits, row_ids, column_ids, numbers, out, keys, m, n, depth, room,
+    WHAT: tl.constexpr, IDS: tl.constexpr, PARTS: tl.constexpr, RAGGED: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What WHAT says of the dots of m rows and n columns.
+
+    rows, columns: descriptors of features. Columns of the row's id do not count, nor dots beyond the row's limit. The
+    columns of a tile that are alike modulo PARTS are one part of it.
+
+    * _COUNT: adds to out (m,), int64, how many dots are not under the row's bar.
+    * _PEAKS: to out (m, tiles, PARTS) the largest dot of each part of each tile, -inf of no column.
+    * _COLLECT: to keys (m, room) a key of each dot from the row's bar on, which is not -inf, in any order, while there
+      is room; to out (m,), int32, how many there are. Keys, int64, are in the order of the dots, and of equal ones in
+      the falling order of ``numbers`` (n,), int64: what the columns are called.
+
+    The last two are of dots that are finite.
+    """
+    row_tiles, column_tiles = tl.cdiv(m, BM), tl.cdiv(n, BN)
+    masks = None, None, row_ids, column_ids
+    # a fused loop may hold no branch on what it has computed
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=WHAT != _COLLECT):
+        r, c = place(tile, row_tiles, column_tiles, GROUP)
+        x = dots(rows, columns, r * BM, c * BN, depth, BM, BN, BK, PRECISION, False)
+        i, j = r * BM + tl.arange(0, BM), c * BN + tl.arange(0, BN)
+        inside = i < m
+        under = 1.0 if WHAT == _COUNT else float("-inf")
+        if WHAT != _PEAKS:
+            bar = tl.load(bars + i, mask=inside, other=float("inf"))[:, None]
+        if limits is not None:
+            x = tl.where(beyond(x, None, limits, i, m, 1), under, x)
+        if WHAT == _COUNT:
+            x = tl.where(x < bar, 1.0, 0.0)
+        if RAGGED and c == column_tiles - 1:
+            x = tl.where((j < n)[None, :], x, under)
+        if IDS != NO_IDS:  # noqa: SIM102 (decided as it is compiled)
+            if touched(i, j, c * BN, m, n, masks, False, False, IDS):
+                _positive, admitted = pairs(i, j, m, n, masks, False, False, IDS)
+                x = tl.where(admitted, x, under)
+        if WHAT == _COUNT:
+            tl.atomic_add(out + i, (BN - tl.sum(x, 1)).to(tl.int64), mask=inside, sem="relaxed")
+        else:
+            # the columns of a part are in one thread
+            x, part = tl.reshape(x, (BM, BN // PARTS, PARTS)), tl.arange(0, PARTS)
+            if WHAT == _PEAKS:
+                at = out + i.to(tl.int64)[:, None] * (column_tiles * PARTS) + (c * PARTS + part)[None, :]
+                tl.store(at, tl.max(x, 1), mask=inside[:, None])
+            else:
+                to, line = keys + i.to(tl.int64)[:, None] * room, tl.arange(0, BN // PARTS)
+                counts = out + i[:, None] + tl.zeros((BM, PARTS), tl.int32)
+                peaks = tl.max(x, 1)
+                # a part seldom has two
+                while tl.max(tl.reshape((peaks >= bar).to(tl.int32), (BM * PARTS,), can_reorder=True), 0) != 0:
+                    found = (peaks >= bar) & inside[:, None]
+                    which = tl.max(tl.where(x == peaks[:, None, :], line[None, :, None], 0), 1)
+                    number = tl.load(numbers + c * BN + which * PARTS + part[None, :], mask=found, other=0)
+                    at = tl.atomic_add(counts, 1, mask=found, sem="relaxed")
+                    # -0 ties with 0
+                    bits = (peaks + 0.0).to(tl.int32, bitcast=True)
+                    key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0xFFFFFFFF - number)
+                    tl.store(to + at, key, mask=found & (at < room))
+                    x = tl.where(line[None, :, None] == which[:, None, :], float("-inf"), x)
+                    peaks = tl.max(x, 1)
+
+
+class _Search(BlockPass):
+    """One block, searched."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__(block, Options())
+        self.tile = self.config("masked" if self.masks.masked else "search")
+        self.across = ceil_div(self.n, self.tile.bn)
+
+    def tiles(
+        self, what: Any, out: Any, bars: Any = None, numbers: Any = None, keys: Any = None, parts: int = 1
+    ) -> Any:
+        """One launch of ``search_tiles``."""
+        features = features_of(self.sides, Chunk(0, 0, self.m, self.n), self.tile)
+        with on_device(out):
+            search_tiles[grid(self.m, self.n, self.tile, out)](
+                *features, bars, self.block.pairs.row_limits, *self.masks.vectors()[1:], numbers, out, keys,
+                self.m, self.n, depth=self.depths["depth"], room=0 if keys is None else keys.shape[1],
+                WHAT=what.value, IDS=self.masks.ids, PARTS=parts, RAGGED=self.n % self.tile.bn != 0, **self.tile.named,
+            )  # fmt: skip
+        return out
+
+
+def own(block: Block) -> Any:
+    """See ``contract.Search``."""
+    logits, sums = empties(block.rows, torch.float64, *[block.rows.shape[0]] * 2)
+    with on_device(block.rows):
+        _Search(block).positive_dots(logits, sums)
+    return logits[: block.rows.shape[0]].float()
+
+
+def ranks(block: Block) -> Any:
+    """See ``contract.Search``."""
+    given: Any = block.pairs
+    count = torch.zeros(block.rows.shape[0], dtype=torch.int64, device=block.rows.device)
+    _Search(block).tiles(_COUNT, count, own(block))
+    # the positive's dot is not under itself, but its id may be the row's
+    return count - (1 if given.row_ids is None else (given.column_ids[given.positives] != given.row_ids).long())
+
+
+def most(columns: Any) -> int:
+    """See ``contract.Search``."""
+    # a quarter of all parts
+    return ceil_div(columns.shape[0], _Search(Block(columns[:0], columns, columns.new_ones(()))).tile.bn) * 2 - 1
+
+
+def nearest(block: Block, k: int, numbers: Any) -> tuple[Any, Any, Any]:
+    """See ``contract.Search``."""
+    run, m, where = _Search(block), block.rows.shape[0], block.pairs.positives
+    wanted = k if where is None else k + 1
+    parts = next(x for x in (1, 2, 4, 8) if x * run.across >= 4 * wanted)
+    like = {"device": block.rows.device}
+    peaks = run.tiles(_PEAKS, torch.empty((m, run.across * parts), **like), parts=parts)
+    peaks = peaks.topk(wanted, dim=1, sorted=False).values
+    # as many dots as are wanted reach the least of as many parts' largest
+    bars = peaks.amin(1).clamp_(min=torch.finfo(torch.float32).min)
+    keys = torch.full((m, 2 * wanted + 64), _EMPTY, **like)
+    found = run.tiles(_COLLECT, torch.zeros(m, dtype=torch.int32, **like), bars, numbers, keys, 8)
+    if where is not None:
+        keys.masked_fill_((keys & 0xFFFFFFFF) == (0xFFFFFFFF - where)[:, None], _EMPTY)
+    room = keys.shape[1]
+    keys = keys.topk(k, dim=1).values
+    bits = (keys >> 32).int()
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32), 0xFFFFFFFF - (keys & 0xFFFFFFFF), found > room
