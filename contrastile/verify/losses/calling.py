@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from itertools import combinations, product
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -59,15 +59,15 @@ def leaves(trial: LossTrial) -> Comparisons:
             full = replace(got, rows=rows, columns=tuple(columns), scale=scale, bias=bias, by_autograd=True)
             yield label, trial.compare(full, trial.fields)
     seen: list[str] = []
-    for (label, made), wanted in product(_of_other_types(seen).items(), (places, places[-1:])):
-        call = trial.call(train=trial.train(wanted))
+    for label, made in _of_other_types(seen).items():
+        learning, fields = (places[-1:], ["loss"]) if label.endswith("alone") else (places, trial.fields)
+        call = trial.call(train=trial.train(learning))
         for each in (call.leaves, call.numbers):
             each[:] = [made(x.detach()).requires_grad_(x.requires_grad) if hasattr(x, "detach") else x for x in each]
         call.passed = call.leaves
         one = trial.loss.arrays.full((), 1.0, state_dtype(case.dtype), call.leaves[0])
         found = call.finish(call(), made(one))
-        missing = any(found.gradients[place] is None for place in wanted)
-        fields = trial.fields if wanted is places else ["loss"]
+        missing = any(found.gradients[place] is None for place in learning)
         yield label, wrong("a gradient is missing") if missing else trial.compare(found, fields)
     if case.facts is not None and trial.loss.block is None and not any("contrastile.loss" in x for x in seen):
         yield "a subclass of tensors", wrong("it saw no loss")
@@ -89,6 +89,7 @@ def _of_other_types(seen: list[str]) -> dict[str, Callable[[Array], Array]]:
     return {
         "parameters": torch.nn.Parameter,
         "a subclass of tensors": lambda x: x.as_subclass(Derived),
+        "a subclass of tensors, the last alone": lambda x: x.as_subclass(Derived),
         "tensors with a lazy sign": lambda x: torch.ops.aten._neg_view(-x),
     }
 

@@ -152,16 +152,18 @@ def blocked(way: Callable[..., Target], loss: Target, settings: dict[str, Any]) 
 
 
 def functional(loss: Target, settings: dict[str, Any]) -> Target:
-    """``torch.func.grad_and_value``; of the last argument ``jacrev``, of that alone and of the second of two losses."""
+    """``torch.func.grad_and_value``; without keywords ``jacrev`` of the last argument alone, and of two losses."""
 
     def target(*args: Any, **keywords: Any) -> Any:
         import torch
 
         made = partial(loss, **settings, **keywords)
         places = tuple(i for i, x in enumerate(args) if x.is_floating_point())
-        (*gradients, _), value = torch.func.grad_and_value(made, places)(*args)
-        _, last = torch.func.jacrev(lambda *given: torch.stack([0.0 * (x := made(*given)), x]), places[-1])(*args)
-        return value, *gradients, last
+        gradients, value = torch.func.grad_and_value(made, places)(*args)
+        if not keywords:
+            _, last = torch.func.jacrev(lambda *given: torch.stack([0.0 * (x := made(*given)), x]), places[-1])(*args)
+            gradients = *gradients[:-1], last
+        return value, *gradients
 
     return target
 

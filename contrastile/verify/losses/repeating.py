@@ -171,7 +171,7 @@ def threads(trial: LossTrial) -> Comparisons:
         sys.setswitchinterval(1e-6)
         try:
             with ThreadPoolExecutor(len(some)) as pool:
-                worst = largest(list(pool.map(judged, some * 12)))
+                worst = largest(list(pool.map(judged, some * 8)))
         finally:
             sys.setswitchinterval(interval)
         yield label, worst
