@@ -18,7 +18,7 @@ from contrastile.verify.trial import Subject
 
 Target = Callable[..., Any]
 _BLOCK, _CHUNK = 9, 5
-_PRIMITIVES = {"keep": 0}
+_PRIMITIVES: dict[str, Any] = {"keep": 0}
 """Settings with which a small loss on a host is computed as any other is."""
 
 _ARRAYS = (
