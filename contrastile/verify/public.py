@@ -85,7 +85,7 @@ def alone(objective: str, subject: Subject, case: str) -> Comparisons:
             except ValueError:
                 # an interface without this argument
                 continue
-            if each.make is function and name != CALLS and BATCHES[name].keyword:
+            if each.make is function and loss.claims.library == "torch" and name != CALLS and BATCHES[name].keyword:
                 # other values of this signature first, and again, for it is known from its second call on
                 other = build(name, subject.dtype, loss.claims, loss.facts, 1).arguments
                 other = replace(other, options=here.case.arguments.options)
