@@ -83,12 +83,13 @@ def _calls(subject: Subject, pair: Any) -> Iterator[tuple[str, _Call, _Call, typ
 
     yield "a derivative in forward mode", right, forward_mode, RuntimeError
 
-    def penalised() -> Any:
-        with warnings.catch_warnings():
-            (found,) = torch.autograd.grad(right(), pair[0], create_graph=True)
-            return torch.autograd.grad(right() + found.square().sum(), pair)
+    def gradient() -> Any:
+        return torch.autograd.grad(right(), pair[0], create_graph=True)[0]
 
-    yield "a penalty of a gradient", right, penalised, RuntimeError
+    def penalised() -> Any:
+        return torch.autograd.grad(right() + gradient().square().sum(), pair)
+
+    yield "a penalty of a gradient", gradient, penalised, RuntimeError
     even, learnt = (torch.ones(_ROWS, device=subject.device, requires_grad=x) for x in (False, True))
     yield "weights that learn", partial(right, weights=even), partial(right, weights=learnt), ValueError
     refusing = {**settings, "backend": f"contrastile.verify.wrapped:refusing@{subject.name}"}
