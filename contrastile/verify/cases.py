@@ -74,6 +74,12 @@ def _signed(draw: Draw, m: int, n: int) -> dict[str, Any]:
     }
 
 
+def _neighbours(draw: Draw, m: int, n: int) -> dict[str, Any]:
+    """Signed weights, and positives on either side of the diagonal, in the corners of tiles; the first row has none."""
+    rows = np.arange(m)
+    return _signed(draw, m, n) | {"positives": np.where(rows % 2 == 0, rows - 1, rows + 1)}
+
+
 def _diagonal(draw: Draw, m: int, n: int) -> dict[str, Any]:
     """A mean over the rows, whose positives are their own columns."""
     return {"positives": np.arange(m)}
@@ -321,7 +327,7 @@ def _inf(draw: Draw) -> Problem:
 CASES: dict[str, Callable[[Draw], Problem]] = {
     "smoke": _of(pairs, 32, 32, scale=10.0, weights=_halves),
     "ragged": _of(normals, 33, 47, 40, scale=1.0),
-    "square-ragged": _of(units, 41, 41, 72),
+    "square-ragged": _of(units, 41, 41, 72, weights=_neighbours),
     "hot": _hot,
     "limits": partial(_limits, scale=10.0),
     "limits-hot": partial(_limits, scale=200.0),

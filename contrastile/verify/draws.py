@@ -46,6 +46,12 @@ def signs(draw: Draw, m: int, n: int, d: int) -> Pairs:
     return rows, columns
 
 
+def steps(draw: Draw, m: int, n: int, d: int) -> Pairs:
+    """Whole steps of 1 / 64: dot products are exact, and those of 40 features lie between numbers that 16 bits hold."""
+    rows, columns = (draw.integers(6, 17, (size, d)) / 64 for size in (m, n))
+    return rows, columns
+
+
 def units(
     draw: Draw, m: int, n: int, d: int, of: Callable[[FloatArray], FloatArray] = lambda x: x, sign: float = 1.0
 ) -> Pairs:

@@ -77,6 +77,10 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
     }
     right: _Arguments = losses.clip_loss, [*pair, 10.0], {}
     beside: dict[str, _Arguments] = {}
+    for name in ("margin", "label_smoothing", *["threshold"] * subject.backend.limits):
+        beside[f"another {name}"], differences[f"another {name}"] = (
+            (losses.clip_loss, [*pair, 10.0], {name: x}) for x in (0.1, 0.2)
+        )
     if subject.device == "cpu":
         beside["a positive that is no column"] = losses.info_nce, [*pair, 10.0], {"positives": ids}
         bad = losses.info_nce, [*pair, 10.0], {"positives": ids + 4 * world.size}

@@ -85,6 +85,13 @@ def alone(objective: str, subject: Subject, case: str) -> Comparisons:
             except ValueError:
                 # an interface without this argument
                 continue
+            if each.make is function and loss.claims.library == "torch" and name != CALLS and BATCHES[name].keyword:
+                # other values of this signature first, and again, for it is known from its second call on
+                other = build(name, subject.dtype, loss.claims, loss.facts, 1).arguments
+                other = replace(other, options=here.case.arguments.options)
+                call = prepare(loss, other, subject.dtype, subject.device)
+                call()
+                call()
             fields = here.fields if name != "nan" else ["loss"]
             found = here.run(upstream=UPSTREAM) if name in OPTIONS else here.result
             times = UPSTREAM if name in OPTIONS and found.by_autograd else 1.0

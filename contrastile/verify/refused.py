@@ -82,6 +82,14 @@ def _calls(subject: Subject, pair: Any) -> Iterator[tuple[str, _Call, _Call, typ
             return clip(make(pair[0].detach(), torch.ones_like(pair[0])), pair[1].detach(), 10.0, **settings)
 
     yield "a derivative in forward mode", right, forward_mode, RuntimeError
+
+    def gradient() -> Any:
+        return torch.autograd.grad(right(), pair[0], create_graph=True)[0]
+
+    def penalised() -> Any:
+        return torch.autograd.grad(right() + gradient().square().sum(), pair)
+
+    yield "a penalty of a gradient", gradient, penalised, RuntimeError
     even, learnt = (torch.ones(_ROWS, device=subject.device, requires_grad=x) for x in (False, True))
     yield "weights that learn", partial(right, weights=even), partial(right, weights=learnt), ValueError
     refusing = {**settings, "backend": f"contrastile.verify.wrapped:refusing@{subject.name}"}

@@ -58,25 +58,38 @@ def leaves(trial: LossTrial) -> Comparisons:
             rows, *columns, scale, bias = (y if x is None else x for x, y in zip(gradients, right, strict=True))
             full = replace(got, rows=rows, columns=tuple(columns), scale=scale, bias=bias, by_autograd=True)
             yield label, trial.compare(full, trial.fields)
-    for label, made in _of_other_types().items():
-        call = trial.call()
+    seen: list[str] = []
+    for label, made in _of_other_types(seen).items():
+        learning, fields = (places[-1:], ["loss"]) if label.endswith("alone") else (places, trial.fields)
+        call = trial.call(train=trial.train(learning))
         for each in (call.leaves, call.numbers):
             each[:] = [made(x.detach()).requires_grad_(x.requires_grad) if hasattr(x, "detach") else x for x in each]
         call.passed = call.leaves
         one = trial.loss.arrays.full((), 1.0, state_dtype(case.dtype), call.leaves[0])
-        yield label, trial.compare(call.finish(call(), made(one)), trial.fields)
+        found = call.finish(call(), made(one))
+        missing = any(found.gradients[place] is None for place in learning)
+        yield label, wrong("a gradient is missing") if missing else trial.compare(found, fields)
+    if case.facts is not None and trial.loss.block is None and not any("contrastile.loss" in x for x in seen):
+        yield "a subclass of tensors", wrong("it saw no loss")
 
 
-def _of_other_types() -> dict[str, Callable[[Array], Array]]:
-    """What makes tensors of other types of a tensor, by name."""
+def _of_other_types(seen: list[str]) -> dict[str, Callable[[Array], Array]]:
+    """What makes tensors of other types of a tensor, by name; ``seen`` are functions that were called on a subclass."""
     import torch
 
     class Derived(torch.Tensor):
         """A tensor of another type."""
 
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            found: Any = super()
+            return found.__torch_function__(function, types, args, kwargs or {})
+
     return {
         "parameters": torch.nn.Parameter,
         "a subclass of tensors": lambda x: x.as_subclass(Derived),
+        "a subclass of tensors, the last alone": lambda x: x.as_subclass(Derived),
         "tensors with a lazy sign": lambda x: torch.ops.aten._neg_view(-x),
     }
 
@@ -111,9 +124,10 @@ def _ways(trial: LossTrial, *, whole: bool) -> Iterator[tuple[str, Callable[[flo
     if whole:
         yield "an int", round, False
     yield "a numpy.float64", np.float64, False
-    yield "a numpy.float32", np.float32, False
     arrays, case = trial.loss.arrays, trial.case
     state = state_dtype(case.dtype)
+    if state == "float32":
+        yield "a numpy.float32", np.float32, False
     like = trial.call().leaves[0]
     kinds: list[tuple[tuple[int, ...], str]] = [((), state)]
     # beside a tensor of 16 bits a plain computation takes the dtype of one of shape (1,), not of one of shape ()

@@ -17,7 +17,7 @@ import numpy as np
 from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.oracle.arrays import float64
 from contrastile.schedules.problem import Problem
-from contrastile.verify.draws import FAR, TRAINED, Draw, Pairs, certain_pairs, pairs, unit, units, wordnet_pairs
+from contrastile.verify.draws import FAR, TRAINED, Draw, Pairs, certain_pairs, pairs, steps, unit, units, wordnet_pairs
 from contrastile.verify.losses.arguments import OWN_NEGATIVES, Arguments, ByContent, guided, hard, stated, with_own
 from contrastile.verify.losses.claims import KEYWORDS, Claims
 from contrastile.verify.rounding import round_to
@@ -259,16 +259,17 @@ _OPTIONS = (
         "margin@inside", "a margin, sum inside", 20.0, _ROWWISE, _optional(_few, **_SHARED, **_INSIDE, margin=0.35)
     ),
     *(
-        replace(_option("threshold" + name, about, 20.0, of, make), draw=_unpaired)
-        for name, about, of, make in (
-            ("", "negatives far above the positive are left out", _ROWWISE, _thresholded()),
-            ("@ids", "beside false negatives", ("clip_loss",), _thresholded(_few)),
-            ("@queue", "of a queue, too", _ONE, _thresholded(_queue)),
+        replace(_option("threshold" + name, about, 20.0, of, make), draw=draw)
+        for name, about, of, make, draw in (
+            ("", "negatives far above the positive are left out", _ROWWISE, _thresholded(), _unpaired),
+            ("@ids", "beside false negatives", ("clip_loss",), _thresholded(_few), _unpaired),
+            ("@queue", "of a queue, too", _ONE, _thresholded(_queue), _unpaired),
+            ("@exact", "products near limits", _ROWWISE, _optional(weighted=False, threshold=2.0**-13), _square(steps)),
         )
     ),
     _option("threshold@relative", "by a share of the positive", 20.0, _ROWWISE, _thresholded(relative=True)),
     _option("guide", "a guide without a threshold, and ties", 20.0, _ROWWISE, _optional(guided, weighted=False)),
-    _option("guide@queue", "a guide of a queue, too", 20.0, _ONE, _optional(_queue, guided, threshold=1.0)),
+    _option("guide@queue", "of a queue", 20.0, _ONE, _optional(_queue, guided, threshold=0.5, threshold_is="relative")),
     *(
         replace(_option("own" + name, about, scale, _ONE, _optional(*[_queue] * queue, with_own, **options)), draw=draw)
         for name, about, scale, draw, queue, options in OWN_NEGATIVES
@@ -448,15 +449,16 @@ def formed(
     given = batch.make(draw, _arguments(claims.objective, Arguments(features, batch.scale)))
     if claims.objective == "info_nce" and "ids" in given.keywords:
         given = _with(given, row_ids=given.keywords["ids"], column_ids=given.keywords["ids"])
-    return LossCase(batch, dtype, rounded(given, dtype), claims, facts)
+    return LossCase(batch, dtype, rounded(given, dtype, facts), claims, facts)
 
 
-def rounded(given: Arguments, dtype: str) -> Arguments:
-    """The arguments in numbers that features of this dtype, and float32 numbers, hold."""
+def rounded(given: Arguments, dtype: str, facts: Accuracy | None = None) -> Arguments:
+    """The arguments in numbers that features of this dtype, and numbers of float32 or a backend's state, hold."""
+    state = "float32" if facts is None else state_dtype(dtype)
     features, negatives = (tuple(round_to(x, dtype) for x in xs) for xs in (given.features, given.negatives))
-    bias = None if given.bias is None else float(round_to(given.bias, "float32"))
-    scale = float(round_to(given.scale, "float32"))
-    weights = None if given.weights is None else float64(round_to(given.weights, "float32"))
+    bias = None if given.bias is None else float(round_to(given.bias, state))
+    scale = float(round_to(given.scale, state))
+    weights = None if given.weights is None else float64(round_to(given.weights, state))
     return replace(given, features=features, negatives=negatives, scale=scale, bias=bias, weights=weights)
 
 
@@ -474,7 +476,7 @@ def sized(
     if seed and given.labels is not None:
         given = replace(given, labels=draw.permutation(given.labels))
     batch = Batch(f"{rows} x {width}", "", rows, width, SCALE)
-    return LossCase(batch, dtype, rounded(given, dtype), claims, facts)
+    return LossCase(batch, dtype, rounded(given, dtype, facts), claims, facts)
 
 
 def _arguments(objective: str, given: Arguments) -> Arguments:

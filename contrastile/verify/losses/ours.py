@@ -11,12 +11,15 @@ from typing import Any
 
 from contrastile import evaluation, losses
 from contrastile.backends.contract import Array
+from contrastile.verify.losses.arguments import SELF
 from contrastile.verify.losses.claims import INTEGERS, KEYWORDS, Claims
 from contrastile.verify.losses.subject import Loss
 from contrastile.verify.trial import Subject
 
 Target = Callable[..., Any]
 _BLOCK, _CHUNK, _ROWS = 9, 5, 64
+_PRIMITIVES: dict[str, Any] = {"keep": 0}
+"""Settings with which a small loss on a host is computed as any other is."""
 
 _ARRAYS = (
     *("numbers", "interleaved", "rewritten", "aliases", "inputs-kept", "strided", "integers", "refusals"),
@@ -97,6 +100,7 @@ def module(loss: Target, settings: dict[str, Any], *, trains: bool = True) -> Ta
     from contrastile import nn
 
     kind = nn.ClipLoss if loss is losses.clip_loss else nn.SigLipLoss
+    settings = settings | _PRIMITIVES if trains else settings
     # what other modules were made with is theirs
     kind(world_size=2)
     kind(world_size=2, parameter_reduction="sum")
@@ -117,6 +121,14 @@ def module(loss: Target, settings: dict[str, Any], *, trains: bool = True) -> Ta
         return found
 
     return target
+
+
+def of_temperature(loss: Target, settings: dict[str, Any]) -> Target:
+    """The modules of views, and of labels, which normalise their features."""
+    from contrastile import nn
+
+    kind = nn.NTXentLoss if loss is losses.nt_xent else nn.SupConLoss
+    return lambda features, other, scale: kind(1 / float(scale), **(settings | _PRIMITIVES))(features, other)
 
 
 def captioned(loss: Target, settings: dict[str, Any]) -> Target:
@@ -140,13 +152,17 @@ def blocked(way: Callable[..., Target], loss: Target, settings: dict[str, Any]) 
 
 
 def functional(loss: Target, settings: dict[str, Any]) -> Target:
-    """``torch.func.grad_and_value``."""
+    """``torch.func.grad_and_value``; without keywords ``jacrev`` of the last argument alone, and of two losses."""
 
     def target(*args: Any, **keywords: Any) -> Any:
         import torch
 
+        made = partial(loss, **settings, **keywords)
         places = tuple(i for i, x in enumerate(args) if x.is_floating_point())
-        gradients, value = torch.func.grad_and_value(partial(loss, **settings, **keywords), places)(*args)
+        gradients, value = torch.func.grad_and_value(made, places)(*args)
+        if not keywords:
+            _, last = torch.func.jacrev(lambda *given: torch.stack([0.0 * (x := made(*given)), x]), places[-1])(*args)
+            gradients = *gradients[:-1], last
         return value, *gradients
 
     return target
@@ -362,7 +378,12 @@ _STEP = ("value", "upstream", "leaves", "interleaved", "threads", "settings")
 _VALUE = (("feature_gradients", False), ("scale_gradient", False))
 _RETURNED = (("returns_gradients", True),)
 _NO_COLUMNS = (("negatives", False), ("positives", False))
+_BARE = (("ids", False), ("options", False))
+_UNIT = (("normalises", True), *_BARE)
+_FIXED = (*_UNIT, ("scale_gradient", False))
 _PAIRS, _ONE = ("clip_loss", "sigmoid_loss"), ("info_nce",)
+_own = partial(Interface, plain=True)
+_of_any_dtype = partial(_own, any_dtype=True)
 
 OF_ARRAYS = (
     Interface("value_and_grad", both, ("autocast", *_ARRAYS), _RETURNED),
@@ -383,6 +404,7 @@ OF_TENSORS = (
     Interface("a dispatch mode", dispatched, ("leaks",), _RETURNED, any_dtype=True),
     Interface("nn", module, (*_AUTOGRAD, "numbers", "interleaved", "threads"), (), _PAIRS),
     Interface("nn in evaluation", partial(module, trains=False), ("leaves",), (), _PAIRS, any_dtype=True),
+    _of_any_dtype("nn of a temperature", of_temperature, ("leaves", "interleaved"), _FIXED, SELF),
     Interface("CoCaLoss", captioned, (), (), ("clip_loss",), any_dtype=True),
 )
 """Of torch tensors alone."""
@@ -390,11 +412,7 @@ OF_TENSORS = (
 OF_OTHERS = (replace(OF_TENSORS[0], properties=_CONVERTED),)
 """Of torch tensors, of a backend on other arrays: what is above the backend is held with torch's own."""
 
-_own = partial(Interface, plain=True)
-_of_any_dtype = partial(_own, any_dtype=True)
 _CHUNKS = (*_RETURNED, *_NO_COLUMNS)
-_BARE = (("ids", False), ("options", False))
-_UNIT = (("normalises", True), *_BARE)
 
 OF_TRAINING = (
     _own("cached_step", partial(stepped, partial(cached, _cached_step)), (), _CHUNKS),
@@ -411,11 +429,11 @@ OF_INTEGRATIONS = (
     _own("ImageTextFeatures", features, ("leaves",), _UNIT, _PAIRS),
     _of_any_dtype(
         "MultipleNegativesRankingLoss",
-        *(ranking, (), (*_UNIT, ("scale_gradient", False), ("positives", False)), ("clip_loss", *_ONE)),
+        *(ranking, (), (*_FIXED, ("positives", False)), ("clip_loss", *_ONE)),
     ),
     _of_any_dtype(
         "CachedMultipleNegativesRankingLoss",
-        *(partial(stepped, cached_ranking), (), (*_UNIT, ("scale_gradient", False), *_CHUNKS), _ONE),
+        *(partial(stepped, cached_ranking), (), (*_FIXED, *_CHUNKS), _ONE),
     ),
 )
 """Of ``contrastile.integrations``."""

@@ -28,7 +28,7 @@ _LARGE = 263, 8
 def numbered(case: LossCase, scale: float, bias: float) -> LossCase:
     """The case with another scale and bias, where it has one."""
     given = replace(case.arguments, scale=scale, bias=None if case.arguments.bias is None else bias)
-    return replace(case, arguments=rounded(given, case.dtype))
+    return replace(case, arguments=rounded(given, case.dtype, case.facts))
 
 
 def interleaved(trial: LossTrial) -> Comparisons:

@@ -166,6 +166,9 @@ class Call:
         returned = list(returned.values()) if isinstance(returned, dict) else returned
         value, *gradients = returned if isinstance(returned, tuple | list) else (returned,)
         claims, leaves = self.loss.claims, len(self.leaves)
+        if self.loss.facts is not None:
+            dtypes = [self.loss.arrays.dtype(x) for x in (value, self.leaves[0])]
+            assert dtypes[0] == state_dtype(dtypes[1]), f"of {dtypes[1]} features the loss is {dtypes[0]}"
         by_autograd = not gradients and claims.by_autograd
         if by_autograd:
             if not hasattr(value, "backward"):
