@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from contrastile.comm import buffers, nccl, watchdog
 from contrastile.comm.communicator import Communicator, ExchangeError, Parts
-from contrastile.comm.point_to_point import ConnectLocks, PointToPoint, raise_first
+from contrastile.comm.point_to_point import ConnectLocks, PointToPoint, met
 from contrastile.comm.watchdog import AbortNotice, PeerTimeout, deadline_and_error, deadline_or
 
 # since torch 2.8
@@ -73,11 +73,8 @@ def _connect(group: Any, given: float | None) -> PointToPoint:
     name = f"contrastile/{group.group_name}/{_CONNECTED[group.group_name]}"
     store = _store(name, rank, deadline)
 
-    def tell(key: str, text: str) -> list[str]:
-        return _told(store, key, text, rank, ranks, deadline)
-
     # an engine that connects does not name the rank that is missing
-    raise_first(tell("here", error))
+    hosts = met(lambda text: _told(store, "here", text, rank, ranks, deadline), error)
     seconds = timedelta(seconds=watchdog.patience(deadline))
     try:
         engine: Any = dist.ProcessGroupGloo(_below(store, "gloo"), rank, len(ranks), seconds)
@@ -89,7 +86,9 @@ def _connect(group: Any, given: float | None) -> PointToPoint:
         ) from reason
     host = GlooChannel(engine, rank, len(ranks), store)
     on_device = nccl.channel if "nccl" in str(dist.get_backend_config(group)) else None
-    return PointToPoint(rank, len(ranks), deadline, host, on_device, ranks)
+    found = PointToPoint(rank, len(ranks), deadline, host, on_device, ranks)
+    found.hosts = hosts
+    return found
 
 
 def _told(store: Any, key: str, text: str, rank: int, ranks: Sequence[int], deadline: float) -> list[str]:

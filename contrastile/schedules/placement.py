@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, get_args
 
 from contrastile.comm.calls import Label, Phase
 from contrastile.comm.communicator import Communicator
 
-Schedule = Literal["ring", "gather", "replicate"]
-Exchange = Literal["auto", "ring", "gather", "replicate", "local"]
+Schedule = Literal["ring", "two-level", "gather", "replicate"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+Exchange = Literal["auto", "ring", "two-level", "gather", "replicate", "local"]
 Reduction = Literal["mean", "sum"]
 
 GATHERED_MIB = 2048
@@ -90,6 +91,50 @@ def choose_exchange(shards: Shards, width: int, itemsize: int, *, may_replicate:
 
 
 @dataclass(frozen=True, slots=True)
+class Route:
+    """Who carries whose shards.
+
+    Attributes:
+        hosts: the ranks of each host.
+        homes: of each rank its host's number, and its own there.
+        rank: this one.
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+    homes: Mapping[int, tuple[int, int]]
+    rank: int
+
+    @property
+    def flat(self) -> bool:
+        """Whether every host has one rank."""
+        return len(self.hosts) == len(self.homes)
+
+    def behind(self, distance: int) -> tuple[int, ...]:
+        """The ranks of the host so far behind this one; of a negative distance, ahead."""
+        return self.hosts[(self.homes[self.rank][0] - distance) % len(self.hosts)]
+
+    def peers(self) -> tuple[int, ...]:
+        """The other ranks of this host, from this one on."""
+        here, lane = self.behind(0), self.homes[self.rank][1]
+        return here[lane + 1 :] + here[:lane]
+
+    def carrier(self, host: tuple[int, ...], owner: int) -> int:
+        """Which rank of a host carries a rank's shard."""
+        return host[self.homes[owner][1] % len(host)]
+
+    def carried(self, carrier: int, host: tuple[int, ...]) -> list[int]:
+        """The ranks of a host whose shards a rank of this one carries."""
+        here = self.behind(0)
+        return [owner for owner in host if self.carrier(here, owner) == carrier]
+
+
+@lru_cache(maxsize=64)
+def route(hosts: tuple[tuple[int, ...], ...], rank: int) -> Route:
+    """The route of a rank."""
+    return Route(hosts, {r: (i, lane) for i, ranks in enumerate(hosts) for lane, r in enumerate(ranks)}, rank)
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """This rank's place in a global problem.
 
@@ -120,6 +165,13 @@ class Placement:
     def size(self) -> int:
         """The number of ranks."""
         return self.communicator.size
+
+    @property
+    def route(self) -> Route:
+        """How shards come to this rank: over a ring each rank is a host of its own, and for a gather all are one's."""
+        every = tuple(range(self.size))
+        hosts = {"ring": tuple((r,) for r in every), "gather": (every,)}.get(self.exchange, self.communicator.hosts)
+        return route(hosts, self.rank)
 
     @property
     def start(self) -> int:

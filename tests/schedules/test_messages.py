@@ -46,7 +46,7 @@ def recorded(n: int) -> tuple[list[list[str]], list[list[str]]]:
         ring.backward(problem, saved, np.asarray(1.0), WANTED, Work(backend, Options()))
         # of the ring alone
         both = log[:begins], log[begins:]
-        return tuple([event for event in events if "exchange" not in event] for events in both)
+        return tuple([event for event in events if "number" not in event] for events in both)
 
     found = InProcessGroup[Any](n).run(program)
     return [a for a, _ in found], [b for _, b in found]
@@ -121,11 +121,11 @@ def test_a_gather_sends_few_messages(n: int) -> None:
 
     expected = {
         # the columns, once
-        "exchange features": 1,
+        "features": 1,
         # the loss, what each rank's rows give every column, and the weights and targets of its own
-        "exchange number 2 2 2 1 1": 1,
+        "number 2 2 2 1 1": 1,
         # the columns' sums, and the scale's gradient
-        "exchange features number": 1,
+        "features number": 1,
     }
     assert InProcessGroup[Counter[str]](n).run(program) == [expected] * n
 
@@ -160,22 +160,14 @@ def test_half_of_the_logits_are_computed_in_equal_parts(n: int, exchange: str, m
 
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_rows_against_themselves_send_few_messages(n: int) -> None:
-    met = n // 2
-    for _, count in computed(n, "ring"):
-        assert count == {
-            # features; and log-sum-exps, weights and targets
-            "shift features": met,
-            "shift features 2 2 1 1": met,
-            # statistics and gradient sums go home
-            "exchange 2 2 2": met,
-            "exchange features": met,
-            # the loss and the scale's gradient
-            "exchange number": 2,
-        }
-    for _, count in computed(n, "gather"):
-        assert count == {
-            "exchange features": 2,
-            "exchange 2 2 1 1": 1,
-            "exchange 2 2 2": 1,
-            "exchange number": 2,
-        }
+    for exchange, met in (("ring", n // 2), ("gather", 1)):
+        for _, count in computed(n, exchange):
+            assert count == {
+                # features, and what is found of their gradient; log-sum-exps, weights and targets with them
+                "features": 2 * met,
+                "features 2 2 1 1": met,
+                # what is found of the statistics
+                "2 2 2": met,
+                # the loss and the scale's gradient
+                "number": 2,
+            }
