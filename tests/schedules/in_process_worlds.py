@@ -28,11 +28,12 @@ class Counting:
     """A communicator that writes down its messages of features and vectors, and which have been waited for.
 
     Attributes:
-        sent: bytes of features that went to each other rank.
+        log: a line for each.
+        events: of each post, by receiver, bytes of features, of vectors and of numbers; of each wait the post's number.
     """
 
     def __init__(self, home: InProcess) -> None:
-        self.home, self.log, self.sent = home, list[str](), Counter[int]()
+        self.home, self.log, self.events = home, list[str](), list[Any]()
 
     @property
     def count(self) -> Counter[str]:
@@ -46,18 +47,23 @@ class Counting:
         """See ``Communicator``."""
         others = {rank: xs for rank, xs in outgoing.items() if rank != self.home.rank}
         # statistics are pairs, narrower than any features here
-        kinds = {
-            rank: [
-                "features" if x.ndim == 2 and x.shape[1] > 2 else "number" if x.shape == (1,) else str(x.ndim)
-                for x in xs
-            ]
-            for rank, xs in others.items()
-        }
-        for rank, xs in others.items():
-            self.sent[rank] += sum(x.nbytes for x, kind in zip(xs, kinds[rank], strict=True) if kind == "features")
-        label = " ".join(next(iter(kinds.values()), ()))
+        kinds = [
+            ["features" if x.ndim == 2 and x.shape[1] > 2 else "number" if x.shape == (1,) else str(x.ndim) for x in xs]
+            for xs in others.values()
+        ]
+        sent = {rank: Counter[str]() for rank in others}
+        for rank, names in zip(others, kinds, strict=True):
+            for name, x in zip(names, others[rank], strict=True):
+                sent[rank][name if len(name) > 1 else "vector"] += x.nbytes
+        number, label = sum(isinstance(x, dict) for x in self.events), " ".join(next(iter(kinds), ()))
         self.log.append(f"post {label}")
-        return Waited(self.home.exchange(outgoing, incoming), lambda: self.log.append(f"have {label}"))
+        self.events.append(sent)
+
+        def waited() -> None:
+            self.log.append(f"have {label}")
+            self.events.append(number)
+
+        return Waited(self.home.exchange(outgoing, incoming), waited)
 
 
 def errors(n: int, *calls: Callable[[Any], Any]) -> list[list[str]]:

@@ -1,0 +1,169 @@
+"""A model of the time of a step over GPUs of several hosts: products at a rate, and messages that hide behind them.
+
+A message of b bytes to k ranks takes ``alpha + k b / beta``, of the link inside a host or of that between hosts,
+whichever is slower; both work at once. What a schedule posts at one step is under way one after the other, while the
+blocks of that step are computed. So a step takes the longer of both, and a call the sum of its steps; or as long as its
+host needs to queue it, if that is longer. The loss has two directions, and the ranks have equal shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+_VECTORS = 48
+"""Bytes of each column that travel beside its features at most: N, P and their sum, or a weight and a target."""
+
+HIDDEN = 0.9
+"""A schedule hides its messages where products take this share of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is assumed of each GPU and of its links, each way.
+
+    Attributes:
+        flops: of the products, per second, as a rank alone reaches them.
+        inside: bytes per second to the ranks of its host.
+        across: bytes per second to other hosts.
+        latency_inside: seconds of a message.
+        latency_across: likewise, between hosts.
+        launch: seconds in which the host queues a block and its messages; a call takes it those of two blocks more. It
+            is that of the records of 2 and 4 GPUs, and 0 for a captured CUDA graph.
+    """
+
+    flops: float = 600e12
+    inside: float = 370e9
+    across: float = 45e9
+    latency_inside: float = 10e-6
+    latency_across: float = 20e-6
+    launch: float = 0.93e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What every rank has.
+
+    Attributes:
+        hosts: how many there are.
+        per_host: ranks of each.
+        rows: pairs of a rank.
+        width: features of each.
+        itemsize: bytes of one.
+    """
+
+    hosts: int
+    per_host: int
+    rows: int
+    width: int
+    itemsize: int
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.hosts * self.per_host
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Bytes that a rank sends to each of some ranks of its host, and to each of some ranks of other hosts."""
+
+    inside: int
+    across: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Blocks that a rank computes, ``products`` times rows x rows x width, and the messages under way meanwhile."""
+
+    products: float
+    messages: Sequence[Message] = ()
+
+
+def steps(exchange: str, ranks: Ranks) -> Iterator[Step]:
+    """What a rank computes and sends for the loss and its gradients, in order."""
+    n, near = ranks.size, ranks.per_host - 1
+    far, rows = n - ranks.per_host, ranks.rows
+    vectors, features = rows * _VECTORS, rows * ranks.width * ranks.itemsize
+    sums, number = rows * ranks.width * max(4, ranks.itemsize), Step(0, [Message(near, far, 8)])
+    if exchange == "two-level" and 1 in (ranks.hosts, ranks.per_host):
+        exchange = "gather" if ranks.hosts == 1 else "ring"
+    if exchange == "replicate":
+        # with weights and targets
+        yield Step(0, [Message(near, far, 2 * features + 16 * rows)])
+        yield Step(8 * n * n)
+        return
+    if exchange == "gather":
+        yield Step(0, [Message(near, far, features)])
+        yield Step(2 * n)
+        # every rank's rows give every column statistics
+        yield Step(0, [Message(near, far, n * vectors)])
+        yield Step(6 * n)
+        yield Step(0, [Message(near, far, sums)])
+        return
+    for each, sent, found in ((2, features, vectors), (6, features + vectors, sums)):
+        yield from (_ring if exchange == "ring" else _two_level)(ranks, each, sent, found)
+        yield number
+
+
+def _ring(ranks: Ranks, each: int, sent: int, found: int) -> Iterator[Step]:
+    """A pass over the ring: of all hops the slowest counts."""
+    n, hop = ranks.size, (int(ranks.hosts == 1), int(ranks.hosts > 1))
+    halved = each > 2 and n > 1
+    for step in range(n):
+        messages = [Message(*hop, sent)] * (step + 1 < n) + [Message(*hop, found)] * (step > 0)
+        yield Step(each / 2 if halved and step == 0 else each, messages)
+    yield Step(each / 2 if halved else 0, [Message(*hop, found)] * (n > 1))
+
+
+def _two_level(ranks: Ranks, each: int, sent: int, found: int) -> Iterator[Step]:
+    """A pass over the ring of hosts: this rank's own shard, the rest of its host's, and those of the other hosts."""
+    hosts, near = ranks.hosts, ranks.per_host - 1
+    for step in range(hosts + 3):
+        messages = [Message(near, int(step + 1 < hosts), sent)] * (step < hosts)
+        # a carrier passes on what its host's ranks have sent it a step before
+        if step > 1:
+            messages.append(Message(near * (step < hosts + 2), int(step > 2 and hosts > 1), found))
+        yield Step(each * (1, near)[step] if step < 2 else each * ranks.per_host * (step <= hosts), messages)
+
+
+def seconds(exchange: str, ranks: Ranks, machine: Machine) -> float:
+    """The time of a loss and its gradients."""
+    product = ranks.rows * ranks.rows * ranks.width / machine.flops
+    total, blocks = 0.0, 0
+    for step in steps(exchange, ranks):
+        total += max(step.products * product, sum(_under_way(message, machine) for message in step.messages))
+        blocks += step.products > 0
+    # the kernels of a replicated problem come from CUDA graphs
+    return max(total, machine.launch * (2 + blocks * (exchange != "replicate")))
+
+
+def traffic(exchange: str, ranks: Ranks) -> tuple[int, int, int]:
+    """How many messages a rank sends for the loss and its gradients, and bytes to its own host and to others."""
+    every = [each for step in steps(exchange, ranks) for each in step.messages if each.inside or each.across]
+    inside, across = (sum(getattr(each, where) * each.bytes for each in every) for where in ("inside", "across"))
+    return len(every), inside, across
+
+
+def _under_way(message: Message, machine: Machine) -> float:
+    inside, across = message.inside * message.bytes / machine.inside, message.across * message.bytes / machine.across
+    alpha = machine.latency_across if message.across else machine.latency_inside if message.inside else 0.0
+    return alpha + max(inside, across)
+
+
+def hidden_from(exchange: str, ranks: Ranks, machine: Machine) -> int | None:
+    """The fewest rows of a rank from which the schedule hides its messages; None where it never does."""
+    fewest, most = 0, 1 << 32
+    if share(exchange, replace(ranks, rows=most), machine) < HIDDEN:
+        return None
+    while most - fewest > 1:
+        middle = (fewest + most) // 2
+        hides = share(exchange, replace(ranks, rows=middle), machine) >= HIDDEN
+        fewest, most = (fewest, middle) if hides else (middle, most)
+    return most
+
+
+def share(exchange: str, ranks: Ranks, machine: Machine) -> float:
+    """How much of the step its products take, those that are needed."""
+    return 8 * ranks.size * ranks.rows**2 * ranks.width / machine.flops / seconds(exchange, ranks, machine)
