@@ -39,20 +39,33 @@ def of(group: Any, deadline: float | None = None) -> Communicator:
     """The communicator of a process group; made once, and kept as long as the group is.
 
     Args:
-        group: a ProcessGroup that this process is in, or "world" for the default group.
+        group: a ProcessGroup that this process is in, "world" for the default group, or a DeviceMesh of one dimension.
         deadline: see ``connect``.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: it is none of these.
+        ValueError: a DeviceMesh of several dimensions.
         ExchangeError: there is no default group, or a rank did not call within the deadline.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ExchangeError(
             "group='world' needs the default group, got none; call torch.distributed.init_process_group() first"
         )
+    from torch.distributed.device_mesh import DeviceMesh
+
     known = dist.group.WORLD if isinstance(group, str) and group == "world" else group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or tuple(range(group.ndim))
+            raise ValueError(
+                f"group must be a mesh of one dimension, got one of {', '.join(map(str, names))}; pass the dimension "
+                "that shards the batch, e.g. mesh['dp'], or several as one, e.g. mesh['replicate', 'shard']._flatten()"
+            )
+        known = group.get_group() if group.get_coordinate() is not None else group
     if not isinstance(known, dist.ProcessGroup):
-        raise TypeError(f"group must be a ProcessGroup that this process is in, or 'world', got {group!r}")
+        raise TypeError(
+            f"group must be a ProcessGroup or a DeviceMesh that this process is in, or 'world', got {group!r}"
+        )
     with _CONNECTING.lock(known.group_name):
         found = _KNOWN.get(known)
         if found is None:
