@@ -56,7 +56,7 @@ def of(group: Any, deadline: float | None = None) -> Communicator:
     known = dist.group.WORLD if isinstance(group, str) and group == "world" else group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            names = group.mesh_dim_names or tuple(range(group.ndim))
+            names = group.mesh_dim_names or range(group.ndim)
             raise ValueError(
                 f"group must be a mesh of one dimension, got one of {', '.join(map(str, names))}; pass the dimension "
                 "that shards the batch, e.g. mesh['dp'], or several as one, e.g. mesh['replicate', 'shard']._flatten()"
