@@ -96,12 +96,14 @@ def choose_exchange(
         per_host, most = max(map(len, hosts)), max(shards.widths)
         ranks = Ranks(len(hosts), per_host, most, width, itemsize)
         known: list[Schedule] = ["ring"]
-        known += ["gather"] if mib <= GATHERED_MIB else []
+        if mib <= GATHERED_MIB:
+            known.append("gather")
         # two hosts' shards, and their gradient thrice
         of_host = per_host * most * width * (2 * itemsize + 3 * max(4, itemsize)) / 2**20
-        known += ["two-level"] if per_host > 1 and of_host <= GATHERED_MIB else []
+        if per_host > 1 and of_host <= GATHERED_MIB:
+            known.append("two-level")
         found = {each: timing.seconds(each, ranks, Machine()) for each in known}
-        best = min(found, key=lambda each: found[each])
+        best = min(known, key=lambda each: found[each])
         each = ", ".join(f"{name} {1e3 * time:,.1f}" for name, time in found.items())
         return Choice(best, f"milliseconds a step by the model: {each}")
     if mib <= GATHERED_MIB:

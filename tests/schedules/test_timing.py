@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import page_tables
 import pytest
 from in_process_worlds import PRODUCTS, Counting
 
@@ -118,16 +119,7 @@ def test_a_schedule_takes_the_time_and_sends_the_bytes_of_the_model(exchange: st
 
 
 def test_the_model_s_time_is_that_of_records_of_several_gpus() -> None:
-    rows = json.loads(RECORD.read_text(encoding="utf-8"))["times"]
-    rows = [x for x in rows if x["name"] == "contrastile triton" and x["status"] == "measured" and not x["graph"]]
-    took = {(x["n"], x["exchange"], x["b"], x["d"]): statistics.median(x["milliseconds"]) / 1e3 for x in rows}
-    alone = {(b, d): 8 * b * b * d / time for (n, _, b, d), time in took.items() if n == 1}
-    errors = {}
-    for (n, exchange, b, d), time in took.items():
-        if n > 1 and exchange in ("ring", "gather"):
-            rate = statistics.median(each for (_, width), each in alone.items() if width == d)
-            said = timing.seconds(exchange, Ranks(1, n, b // n, d, 2), Machine(flops=rate))
-            errors[n, exchange, b // n, d] = abs(said / time - 1)
+    errors = page_tables.model_errors(json.loads(RECORD.read_text(encoding="utf-8")))
     assert len(errors) > 30
     # fewer rows are queued by the host, in a time of its own
     assert max(error for (*_, rows, _), error in errors.items() if rows >= 32768) < CLOSE
