@@ -43,12 +43,12 @@ _RANGES: dict[str, tuple[float, float]] = {
 """The smallest and the largest value of each option: nobody has more, and every sum of bytes can be printed."""
 
 _MACHINE = {
-    "tflops": ("flops", 1e12, "TFLOP/s of a GPU, as it computes the loss alone"),
-    "gbs_inside": ("inside", 1e9, "GB/s of a GPU to its host's others"),
-    "gbs_across": ("across", 1e9, "GB/s of a GPU to other hosts"),
-    "host_ms": ("launch", 1e-3, "ms in which the host queues a block, 0 in a CUDA graph"),
+    "tflops": "TFLOP/s of a GPU, as it computes the loss alone",
+    "gbs_inside": "GB/s of a GPU to its host's others",
+    "gbs_across": "GB/s of a GPU to other hosts",
+    "host_ms": "ms in which the host queues a block, 0 in a CUDA graph",
 }
-"""What the model of time assumes: of each option its name in ``Machine``, its unit there, and what it is."""
+"""What the model of time assumes, by its name in ``Machine``."""
 
 _NUMBERS = 28
 """Bytes of each row and column: N and P in float64, a weight, a target and a positive."""
@@ -342,9 +342,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dim", type=int, required=True, metavar="D", help="width of the embeddings")
     add("--gpus", type=int, default=1, metavar="N", help="ranks, one GPU each (%(default)s)")
     add("--per-host", type=int, metavar="N", help="GPUs of a host (all)")
-    for option, (name, unit, what) in _MACHINE.items():
-        default = getattr(Machine(), name) / unit
-        add(f"--{option.replace('_', '-')}", type=float, default=default, metavar="X", help=f"{what} (%(default)g)")
+    for name, what in _MACHINE.items():
+        default = getattr(Machine(), name)
+        add(f"--{name.replace('_', '-')}", type=float, default=default, metavar="X", help=f"{what} (%(default)g)")
     add("--dtype", choices=sorted(FLOATS), default="bfloat16", help="of the embeddings (%(default)s)")
     add(
         "--encoder-mib-per-sample",
@@ -387,7 +387,7 @@ def main(args: argparse.Namespace) -> int:
             "device",
             "per_host",
         )
-        machine = Machine(**{name: unit * getattr(args, option) for option, (name, unit, _) in _MACHINE.items()})
+        machine = Machine(**{name: getattr(args, name) for name in _MACHINE})
         setup = Setup(memory_gib=memory, machine=machine, **{name: getattr(args, name) for name in names})
         found = capacity(setup)
         if args.json:
@@ -436,7 +436,7 @@ def report(setup: Setup, found: Capacity) -> str:
 
 def _of_exchanges(setup: Setup, found: Sequence[Estimate]) -> list[str]:
     """What each exchange takes, and what that assumes."""
-    assumed = "; ".join(f"{getattr(setup.machine, name) / unit:g} {what}" for name, unit, what in _MACHINE.values())
+    assumed = "; ".join(f"{getattr(setup.machine, name):g} {what}" for name, what in _MACHINE.items())
     rows = [
         (
             each.exchange,

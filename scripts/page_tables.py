@@ -164,11 +164,11 @@ def model_errors(data: Data) -> dict[tuple[int, str, int, int], float]:
     rates: dict[int, list[float]] = {}
     for (n, _, b, d), time in took.items():
         if n == 1:
-            rates.setdefault(d, []).append(8e3 * b * b * d / time)
+            rates.setdefault(d, []).append(8e-9 * b * b * d / time)
     errors = {}
     for (n, exchange, b, d), time in took.items():
         if n > 1 and exchange in ("ring", "gather"):
-            fast = timing.Machine(flops=statistics.median(rates[d]))
+            fast = timing.Machine(tflops=statistics.median(rates[d]))
             said = timing.seconds(exchange, timing.Ranks(1, n, b // n, d, 2), fast)
             errors[n, exchange, b // n, d] = abs(1e3 * said / time - 1)
     return errors
@@ -183,10 +183,10 @@ def hosts(stem: str, data: Data) -> str:
         ranks = timing.Ranks(gpus // 8, 8, 4096, 512, 2)
         for exchange in ("ring", "two-level", "gather") if gpus > 8 else ("ring", "gather"):
             cells = []
-            for each in (timing.Machine(launch=0.0), timing.Machine()):
+            for each in (timing.Machine(host_ms=0.0), timing.Machine()):
                 share = timing.share(exchange, ranks, each)
                 cells += [f"{number(1e3 * timing.seconds(exchange, ranks, each))} ms", percent(share)]
-            rows = timing.hidden_from(exchange, ranks, timing.Machine(launch=0.0))
+            rows = timing.hidden_from(exchange, ranks, timing.Machine(host_ms=0.0))
             messages, *sizes = timing.traffic(exchange, ranks)
             lines.append([number(gpus, 1), exchange, *cells, "never" if rows is None else number(rows, 1)])
             sent.append([number(gpus, 1), exchange, number(messages, 1), *(f"{size / MIB:,.0f}" for size in sizes)])

@@ -121,9 +121,15 @@ class Route:
         rank: this one.
     """
 
-    hosts: tuple[tuple[int, ...], ...]
+    hosts: Hosts
     homes: Mapping[int, tuple[int, int]]
     rank: int
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(hosts: Hosts, rank: int) -> Route:
+        """The route of a rank."""
+        return Route(hosts, {r: (i, lane) for i, ranks in enumerate(hosts) for lane, r in enumerate(ranks)}, rank)
 
     @property
     def flat(self) -> bool:
@@ -147,12 +153,6 @@ class Route:
         """The ranks of a host whose shards a rank of this one carries."""
         here = self.behind(0)
         return [owner for owner in host if self.carrier(here, owner) == carrier]
-
-
-@lru_cache(maxsize=64)
-def route(hosts: tuple[tuple[int, ...], ...], rank: int) -> Route:
-    """The route of a rank."""
-    return Route(hosts, {r: (i, lane) for i, ranks in enumerate(hosts) for lane, r in enumerate(ranks)}, rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class Placement:
         """How shards come to this rank: over a ring each rank is a host of its own, and for a gather all are one's."""
         every = tuple(range(self.size))
         hosts = {"ring": tuple((r,) for r in every), "gather": (every,)}.get(self.exchange, self.communicator.hosts)
-        return route(hosts, self.rank)
+        return Route.of(hosts, self.rank)
 
     @property
     def start(self) -> int:

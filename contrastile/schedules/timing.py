@@ -23,21 +23,21 @@ class Machine:
     """What is assumed of each GPU and of its links, each way.
 
     Attributes:
-        flops: of the products, per second, as a rank alone reaches them.
-        inside: bytes per second to the ranks of its host.
-        across: bytes per second to other hosts.
-        latency_inside: seconds of a message.
-        latency_across: likewise, between hosts.
-        launch: seconds in which the host queues a block and its messages; a call takes it those of two blocks more. It
-            is that of the records of 2 and 4 GPUs, and 0 for a captured CUDA graph.
+        tflops: 1e12 operations of the products per second, as a rank alone reaches them.
+        gbs_inside: 1e9 bytes per second to the ranks of its host.
+        gbs_across: likewise, to other hosts.
+        us_inside: microseconds of a message.
+        us_across: likewise, between hosts.
+        host_ms: milliseconds in which the host queues a block and its messages; a call takes it those of two blocks
+            more. It is that of the records of 2 and 4 GPUs, and 0 for a captured CUDA graph.
     """
 
-    flops: float = 600e12
-    inside: float = 370e9
-    across: float = 45e9
-    latency_inside: float = 10e-6
-    latency_across: float = 20e-6
-    launch: float = 0.93e-3
+    tflops: float = 600.0
+    gbs_inside: float = 370.0
+    gbs_across: float = 45.0
+    us_inside: float = 10.0
+    us_across: float = 20.0
+    host_ms: float = 0.93
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +130,13 @@ def _two_level(ranks: Ranks, each: int, sent: int, found: int) -> Iterator[Step]
 
 def seconds(exchange: str, ranks: Ranks, machine: Machine) -> float:
     """The time of a loss and its gradients."""
-    product = ranks.rows * ranks.rows * ranks.width / machine.flops
+    product = ranks.rows * ranks.rows * ranks.width / machine.tflops / 1e12
     total, blocks = 0.0, 0
     for step in steps(exchange, ranks):
         total += max(step.products * product, sum(_under_way(message, machine) for message in step.messages))
         blocks += step.products > 0
     # the kernels of a replicated problem come from CUDA graphs
-    return max(total, machine.launch * (2 + blocks * (exchange != "replicate")))
+    return max(total, 1e-3 * machine.host_ms * (2 + blocks * (exchange != "replicate")))
 
 
 def traffic(exchange: str, ranks: Ranks) -> tuple[int, int, int]:
@@ -147,9 +147,9 @@ def traffic(exchange: str, ranks: Ranks) -> tuple[int, int, int]:
 
 
 def _under_way(message: Message, machine: Machine) -> float:
-    inside, across = message.inside * message.bytes / machine.inside, message.across * message.bytes / machine.across
-    alpha = machine.latency_across if message.across else machine.latency_inside if message.inside else 0.0
-    return alpha + max(inside, across)
+    inside, across = message.inside / machine.gbs_inside, message.across / machine.gbs_across
+    alpha = machine.us_across if message.across else machine.us_inside if message.inside else 0.0
+    return 1e-6 * alpha + 1e-9 * message.bytes * max(inside, across)
 
 
 def hidden_from(exchange: str, ranks: Ranks, machine: Machine) -> int | None:
@@ -166,4 +166,5 @@ def hidden_from(exchange: str, ranks: Ranks, machine: Machine) -> int | None:
 
 def share(exchange: str, ranks: Ranks, machine: Machine) -> float:
     """How much of the step its products take, those that are needed."""
-    return 8 * ranks.size * ranks.rows**2 * ranks.width / machine.flops / seconds(exchange, ranks, machine)
+    operations = 8 * ranks.size * ranks.rows**2 * ranks.width
+    return operations / machine.tflops / 1e12 / seconds(exchange, ranks, machine)

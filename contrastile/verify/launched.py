@@ -99,7 +99,7 @@ def opened(name: str | None, device: str, per_host: int | None = None) -> Iterat
     if name not in ("mpi", "torch"):
         if not (name.isdecimal() and 1 <= int(name) <= LARGEST):
             raise WorldError(f"--world must be 1..{LARGEST}, mpi or torch, got {name!r}")
-        yield Threads(int(name), per_host)
+        yield Threads(int(name), per_host=per_host)
         return
     package = {"mpi": "mpi4py", "torch": "torch"}[name]
     if importlib.util.find_spec(package) is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from contrastile.comm.communicator import Communicator, Hosts, hosts_of
@@ -94,7 +94,7 @@ class Threads(World):
     """All ranks in this process; every run has a group of its own."""
 
     size: int
-    per_host: int | None = None
+    per_host: int | None = field(default=None, kw_only=True)
 
     leads, can_be_late = True, True
 

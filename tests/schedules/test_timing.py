@@ -24,7 +24,7 @@ from contrastile.verify.worlds import simulated
 
 ROWS, WIDTH = 8, 64
 """Of a rank in the calls that are recorded: vectors must be narrower than features."""
-GRAPH = Machine(launch=0.0)
+GRAPH = Machine(host_ms=0.0)
 CLOSE = 0.1
 """What the model promises."""
 RECORD = Path(__file__).parents[2] / "docs" / "results" / "gpu_nvidia_h200_x4.json"
@@ -59,7 +59,7 @@ def replayed(everyone: Sequence[Counting], hosts: Hosts, ranks: Ranks, machine: 
     way, and has arrived when all who send it are done.
     """
     home = {rank: number for number, host in enumerate(hosts) for rank in host}
-    n, product = len(everyone), ranks.rows**2 / ROWS**2 * ranks.width / machine.flops
+    n, product = len(everyone), ranks.rows**2 / ROWS**2 * ranks.width / machine.tflops / 1e12
     left = [iter(each.events) for each in everyone]
     clocks, streams, arrived = [0.0] * n, [0.0] * n, list[list[float]]()
 
@@ -83,9 +83,11 @@ def replayed(everyone: Sequence[Counting], hosts: Hosts, ranks: Ranks, machine: 
                 far = home[other] != home[rank]
                 loads["out", far] += scaled(post.get(other, ()), ranks)  # type: ignore[assignment]
                 loads["in", far] += scaled(posts[other].get(rank, ()), ranks)  # type: ignore[assignment]
-            took = [load / (machine.across if far else machine.inside) for (_, far), load in loads.items()]
-            alpha = machine.latency_across if any(far for _, far in loads) else machine.latency_inside
-            streams[rank] = max(ready[r] for r in (rank, *peers)) + (alpha + max(took) if took else 0.0)
+            took = [
+                1e-9 * load / (machine.gbs_across if far else machine.gbs_inside) for (_, far), load in loads.items()
+            ]
+            alpha = machine.us_across if any(far for _, far in loads) else machine.us_inside
+            streams[rank] = max(ready[r] for r in (rank, *peers)) + (1e-6 * alpha + max(took) if took else 0.0)
         senders = [[r for r in range(n) if r == rank or rank in posts[r]] for rank in range(n)]
         arrived.append([max(streams[r] for r in those) for those in senders])
     for rank in range(n):
