@@ -448,7 +448,7 @@ def _of_exchanges(setup: Setup, found: Sequence[Estimate]) -> list[str]:
         for each in found
     ]
     columns = "exchange", "ms a step", "products", "MiB", f"products {timing.HIDDEN:.0%} from"
-    title = f"Each exchange, by a model: {setup.hosts} hosts of {setup.ranks.per_host} GPUs"
+    title = f"Each exchange, by a model with {setup.ranks.per_host} GPUs per host"
     return [plain_table(title, columns, rows, right=(1, 2, 3, 4)), *textwrap.wrap(f"Assumed: {assumed}.", 80)]
 
 

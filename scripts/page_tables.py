@@ -178,7 +178,7 @@ def hosts(stem: str, data: Data) -> str:
     """What the model says of GPUs of many hosts, and how far it is off where there are records."""
     errors = model_errors(data)
     large = [error for (*_, rows, _), error in errors.items() if rows >= 32768]
-    lines, sent = [], []
+    lines = []
     for gpus in (8, 64, 256, 1024):
         ranks = timing.Ranks(gpus // 8, 8, 4096, 512, 2)
         for exchange in ("ring", "two-level", "gather") if gpus > 8 else ("ring", "gather"):
@@ -188,17 +188,16 @@ def hosts(stem: str, data: Data) -> str:
                 cells += [f"{number(1e3 * timing.seconds(exchange, ranks, each))} ms", percent(share)]
             rows = timing.hidden_from(exchange, ranks, timing.Machine(host_ms=0.0))
             messages, *sizes = timing.traffic(exchange, ranks)
-            lines.append([number(gpus, 1), exchange, *cells, "never" if rows is None else number(rows, 1)])
-            sent.append([number(gpus, 1), exchange, number(messages, 1), *(f"{size / MIB:,.0f}" for size in sizes)])
-    head = ["GPUs", "exchange", "in a CUDA graph", "products", "eager", "products", "rows a rank from which it hides"]
-    parts = [
-        table(head, lines, left=(0, 1)),
+            cells += ["never" if rows is None else number(rows, 1), number(messages, 1)]
+            lines.append([number(gpus, 1), exchange, *cells, *(f"{size / MIB:,.0f}" for size in sizes)])
+    head = ["GPUs", "exchange", "in a CUDA graph", "products", "eager", "products", "hides from, rows"]
+    head += ["messages", "MiB inside a host", "MiB to other hosts"]
+    said = (
         f"On {len(errors)} points of [the record](../results/{stem}.json) of 2 and 4 GPUs the model is off by "
         f"{percent(statistics.median(errors.values()))} at the median, {percent(max(large))} at most from 32,768 rows "
-        f"per rank on, and {percent(max(errors.values()))} below, where the host's time counts.",
-        table(["GPUs", "exchange", "messages", "MiB inside a host", "MiB to other hosts"], sent, left=(0, 1)),
-    ]
-    return "\n\n".join(parts)
+        f"per rank on, and {percent(max(errors.values()))} below, where the host's time counts."
+    )
+    return f"{table(head, lines, left=(0, 1))}\n\n{said}"
 
 
 def peers(data: Data) -> str:
