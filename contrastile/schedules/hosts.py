@@ -42,6 +42,13 @@ class Run(NamedTuple):
         return {owner: [each[i] for each in parts] for i, owner in enumerate(self.owners)}
 
 
+def added(before: Sequence[Array], here: Sequence[Array]) -> Sequence[Array]:
+    """The first, with the second added in place."""
+    for x, y in zip(before, here, strict=True):
+        x += y
+    return before
+
+
 def _unwritten(arrays: ArrayLibrary, like: Sequence[Array], sizes: Sequence[int]) -> list[Array]:
     """Unwritten arrays of these leading sizes, and otherwise like those given."""
     return [arrays.empty((k, *x.shape[1:]), arrays.dtype(x), x) for k, x in zip(sizes, like, strict=True)]

@@ -16,7 +16,7 @@ from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Block, SideStatistics, Weights
 from contrastile.schedules import local
 from contrastile.schedules.gather import by_block
-from contrastile.schedules.hosts import Returns, Run, visits
+from contrastile.schedules.hosts import Returns, Run, added, visits
 from contrastile.schedules.placement import Placement, Shards
 from contrastile.schedules.problem import Problem, marks_of
 from contrastile.schedules.sums import finalize_loss, gradients_over_ranks, placed, scaled_weights, summed
@@ -90,10 +90,7 @@ def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None =
     def widths(rank: int) -> list[int]:
         return [placement.shards.widths[rank]] * 3
 
-    def merged(before: Sequence[Array], here: Sequence[Array]) -> SideStatistics:
-        return local.merged(arrays, [SideStatistics(*before), SideStatistics(*here)])
-
-    returns = Returns(placement, arrays, lambda _, owner: widths(owner), merged)
+    returns = Returns(placement, arrays, lambda _, owner: widths(owner), lambda *each: local.merged(arrays, each))
     for distance, shards in _Ring(problem, arrays, ()):
         found: dict[int, Sequence[Array]] = {}
         for shard in shards:
@@ -198,7 +195,7 @@ def _gradient_sums(
         return shard.run.parted(sizes, [x for x in into if x is not None])
 
     own = None
-    returns = Returns(placement, backend.arrays, lambda _, owner: sizes(owner), _added)
+    returns = Returns(placement, backend.arrays, lambda _, owner: sizes(owner), added)
     for distance, shards in ring:
         rows = slice(0, half if own is None else m)
         own = own or shards[0]
@@ -213,15 +210,8 @@ def _gradient_sums(
         assert own is not None
         rest = part(slice(half, m), own)[placement.rank]
     sums = returns.finish()[placement.rank]
-    sums = _added(sums, rest) if rest else sums
+    sums = added(sums, rest) if rest else sums
     if ring.blocks < len(wants):
         return by_block(ring.parted, sums[0], tuple(wants))
     each = iter(sums)
     return tuple(next(each) if want else None for want in wants)
-
-
-def _added(before: Sequence[Array], here: Sequence[Array]) -> Sequence[Array]:
-    """The first, with the second added in place."""
-    for x, y in zip(before, here, strict=True):
-        x += y
-    return before

@@ -15,7 +15,7 @@ from contrastile.backends import bars
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Block, SideStatistics, SideWeights, Weights
 from contrastile.schedules import local, triangle
-from contrastile.schedules.hosts import Returns, visits
+from contrastile.schedules.hosts import Returns, added, visits
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem, marks_of
 from contrastile.schedules.sums import finalize_loss, gradients_over_ranks, placed, scaled_weights
@@ -120,14 +120,11 @@ def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None =
     arrays, whole = backend.arrays, slice(0, problem.rows.shape[0])
     mine = SideStatistics(None, None, None)
 
-    def merged(before: Sequence[Array], here: Sequence[Array]) -> SideStatistics:
-        return local.merged(arrays, [SideStatistics(*before), SideStatistics(*here)])
-
     def take(rows: slice, found: Sequence[Array]) -> None:
-        for x, part in zip(mine, merged([x[rows] for x in mine], found), strict=True):
+        for x, part in zip(mine, local.merged(arrays, ([x[rows] for x in mine], found)), strict=True):
             x[rows] = part
 
-    exchange = _ShardExchange(problem, arrays, (), len(mine), merged, take)
+    exchange = _ShardExchange(problem, arrays, (), len(mine), lambda *each: local.merged(arrays, each), take)
     for peer in exchange:
         if peer.owner == exchange.placement.rank:
             own = triangle.within(problem, exchange.placement.start)
@@ -169,10 +166,6 @@ def _add_gradients(problem: Problem, saved: local.Forward, sums: Array, work: lo
 
     vectors = *saved.rows, problem.row_weight, problem.row_target
     own = weighed(vectors)
-
-    def added(before: Sequence[Array], here: Sequence[Array]) -> Sequence[Array]:
-        before[0].__iadd__(here[0])
-        return before
 
     def take(rows: slice, found: Sequence[Array]) -> None:
         sums[rows] += found[0]
