@@ -19,9 +19,9 @@ from contrastile.backends.contract import Backend, BackendUnavailableError, Foot
 from contrastile.backends.registry import load
 from contrastile.reporting import CannotRunError, cannot_run, colored, plain_table, within, write_json
 from contrastile.schedules import timing
-from contrastile.schedules.placement import SCHEDULES, Shards, choose_exchange
+from contrastile.schedules.placement import SCHEDULES, Shards
 from contrastile.schedules.problem import BLOCK
-from contrastile.schedules.timing import Machine, Ranks
+from contrastile.schedules.timing import Machine, Ranks, choose_exchange
 
 MIB = 2**20
 PLANNED = 0.9

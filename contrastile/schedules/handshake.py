@@ -19,8 +19,9 @@ from contrastile.comm.calls import Label
 from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError
 from contrastile.comm.connect import connect
 from contrastile.schedules import scalars
-from contrastile.schedules.placement import SCHEDULES, Exchange, Placement, Reduction, Shards, choose_exchange
+from contrastile.schedules.placement import SCHEDULES, Exchange, Placement, Reduction, Shards
 from contrastile.schedules.sums import summed
+from contrastile.schedules.timing import choose_exchange
 
 T = TypeVar("T")
 

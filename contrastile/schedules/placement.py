@@ -10,27 +10,11 @@ from typing import Literal, get_args
 
 from contrastile.comm.calls import Label, Phase
 from contrastile.comm.communicator import Communicator, Hosts
-from contrastile.schedules import timing
-from contrastile.schedules.timing import Machine, Ranks
 
 Schedule = Literal["ring", "two-level", "gather", "replicate"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 Exchange = Literal["auto", "ring", "two-level", "gather", "replicate", "local"]
 Reduction = Literal["mean", "sum"]
-
-GATHERED_MIB = 2048
-"""What columns, their gradient and the other ranks' parts of it may take on each rank with ``auto``.
-
-On one host gathering is at least as fast as the ring wherever it was measured (``docs/benchmarks/many-gpus.md``):
-its messages are fewer. The ring is for batches of which no rank is to hold all columns, or all of a host's.
-"""
-
-
-REPLICATED = {True: 1 << 37, False: 1 << 33}
-"""Rows x columns x width of the whole loss that each rank computes with ``auto``, of 16-bit features or others.
-
-2^37 takes an H200 two milliseconds: 16,384 pairs of width 512.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,55 +44,6 @@ class Shards:
         ends = list(accumulate(self.columns[rank]))
         for size, end in zip(self.columns[rank], ends, strict=True):
             yield slice(end - size, end)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A schedule, and the reason for it."""
-
-    exchange: Schedule
-    reason: str
-
-
-@lru_cache(maxsize=64)
-def choose_exchange(
-    shards: Shards, width: int, itemsize: int, *, may_replicate: bool = False, hosts: Hosts = ()
-) -> Choice:
-    """The choice of ``exchange="auto"``. It depends on what the ranks have in common: every rank makes the same.
-
-    On several hosts the fastest is chosen, by ``timing``'s model, of those that keep within ``GATHERED_MIB``.
-
-    Args:
-        shards: of every rank.
-        width: features of a column.
-        itemsize: bytes of one.
-        may_replicate: whether the whole loss may be computed on each rank: of features on GPUs.
-        hosts: the ranks of each host; empty for one.
-    """
-    total = sum(shards.widths)
-    work, most = sum(shards.rows) * total * width, REPLICATED[itemsize <= 2]
-    if may_replicate and work <= most:
-        return Choice("replicate", f"all {total:,} columns take a GPU less time than the messages of a gather")
-    # features; and in the state dtype their gradient, and what the other ranks found of it
-    mib = total * width * (itemsize + 2 * max(4, itemsize)) / 2**20
-    what = f"all {total:,} columns and their gradients take {mib:,.0f} MiB on each rank"
-    if len(hosts) > 1:
-        per_host, most = max(map(len, hosts)), max(shards.widths)
-        ranks = Ranks(len(hosts), per_host, most, width, itemsize)
-        known: list[Schedule] = ["ring"]
-        if mib <= GATHERED_MIB:
-            known.append("gather")
-        # two hosts' shards, and their gradient thrice
-        of_host = per_host * most * width * (2 * itemsize + 3 * max(4, itemsize)) / 2**20
-        if per_host > 1 and of_host <= GATHERED_MIB:
-            known.append("two-level")
-        found = {each: timing.seconds(each, ranks, Machine()) for each in known}
-        best = min(known, key=lambda each: found[each])
-        each = ", ".join(f"{name} {1e3 * time:,.1f}" for name, time in found.items())
-        return Choice(best, f"milliseconds a step by the model: {each}")
-    if mib <= GATHERED_MIB:
-        return Choice("gather", f"{what}, within {GATHERED_MIB:,}, and gathering needs the fewest messages")
-    return Choice("ring", f"{what}, more than {GATHERED_MIB:,}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ import contrastile
 from contrastile.comm.communicator import Hosts
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.schedules import timing
-from contrastile.schedules.placement import SCHEDULES, Shards, choose_exchange
-from contrastile.schedules.timing import Machine, Ranks
+from contrastile.schedules.placement import SCHEDULES, Shards
+from contrastile.schedules.timing import Machine, Ranks, choose_exchange
 from contrastile.verify.worlds import simulated
 
 ROWS, WIDTH = 8, 64
