@@ -161,7 +161,7 @@ def _of_ranks(
     problem: Problem, subject: Subject, rows: Sequence[int], over: Sequence[int], how: dict[str, Any]
 ) -> Worst:
     m, cut = len(problem.rows), Cut(problem, Shards(tuple(rows), tuple((size,) for size in over)))
-    drawn, compared = _expected(problem, subject, Spread(tuple(rows), tuple(over), halved=True))
+    drawn, compared = _expected(problem, subject, cut.spread(how["exchange"], subject.ranks.hosts))
 
     def program(communicator: Communicator) -> Outcome:
         rank = communicator.rank
