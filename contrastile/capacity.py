@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from contrastile.backends.arrays import FLOATS, ITEMSIZE
@@ -18,8 +18,10 @@ from contrastile.backends.choice import choose
 from contrastile.backends.contract import Backend, BackendUnavailableError, Footprint, Options, state_dtype
 from contrastile.backends.registry import load
 from contrastile.reporting import CannotRunError, cannot_run, colored, plain_table, within, write_json
-from contrastile.schedules.placement import Shards, choose_exchange
+from contrastile.schedules import timing
+from contrastile.schedules.placement import SCHEDULES, Shards
 from contrastile.schedules.problem import BLOCK
+from contrastile.schedules.timing import Machine, Ranks, choose_exchange
 
 MIB = 2**20
 PLANNED = 0.9
@@ -32,8 +34,21 @@ _RANGES: dict[str, tuple[float, float]] = {
     "encoder_mib_per_sample": (0, 1e9),
     "model_gib": (0, 1e9),
     "memory_gib": (0.001, 1e9),
+    "per_host": (1, 2**20),
+    "tflops": (0.001, 1e9),
+    "gbs_inside": (0.001, 1e9),
+    "gbs_across": (0.001, 1e9),
+    "host_ms": (0, 1e9),
 }
 """The smallest and the largest value of each option: nobody has more, and every sum of bytes can be printed."""
+
+_MACHINE = {
+    "tflops": "TFLOP/s of a GPU, as it computes the loss alone",
+    "gbs_inside": "GB/s of a GPU to its host's others",
+    "gbs_across": "GB/s of a GPU to other hosts",
+    "host_ms": "ms in which the host queues a block, 0 in a CUDA graph",
+}
+"""What the model of time assumes, by its name in ``Machine``."""
 
 _NUMBERS = 28
 """Bytes of each row and column: N and P in float64, a weight, a target and a positive."""
@@ -53,6 +68,8 @@ class Setup:
         memory_gib: of each GPU.
         backend: see ``plan.Settings``.
         device: "cuda" or "cpu".
+        per_host: GPUs of a host; None for all.
+        machine: what the model of time assumes.
     """
 
     batch: int
@@ -64,6 +81,18 @@ class Setup:
     memory_gib: float = 80.0
     backend: str = "auto"
     device: str = "cuda"
+    per_host: int | None = None
+    machine: Machine = field(default_factory=Machine)
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts the GPUs are in."""
+        return -(-self.gpus // min(self.gpus, self.per_host or self.gpus))
+
+    @property
+    def ranks(self) -> Ranks:
+        """What every rank has, as the model of time takes it."""
+        return Ranks(self.hosts, -(-self.gpus // self.hosts), self.rows, self.dim, ITEMSIZE[self.dtype])
 
     @property
     def rows(self) -> int:
@@ -100,15 +129,35 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the loss and its gradients take with an exchange, by the model of ``schedules.timing``.
+
+    Attributes:
+        exchange: its name.
+        seconds: of a step.
+        share: how much of the step its products take.
+        bytes: on each GPU, beyond the embeddings.
+        hidden_from: the batch from which products take ``timing.HIDDEN`` of the step; None for none.
+    """
+
+    exchange: str
+    seconds: float
+    share: float
+    bytes: int
+    hidden_from: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
     """The answer.
 
     Attributes:
         backend: the one that would compute the loss.
-        exchange: "local", "ring", "gather" or "replicate".
+        exchange: "local", or one of ``placement.SCHEDULES``.
         reason: for the exchange.
         loss: what the loss takes beyond the embeddings, gradients included.
         ways: the step with all activations, in chunks, and in chunks with the embeddings on the host.
+        estimates: of each exchange; empty for one GPU.
     """
 
     backend: str
@@ -116,6 +165,7 @@ class Capacity:
     reason: str
     loss: tuple[Item, ...]
     ways: tuple[Way, ...]
+    estimates: tuple[Estimate, ...] = ()
 
     @property
     def best(self) -> Way | None:
@@ -145,10 +195,25 @@ def capacity(setup: Setup) -> Capacity:
     if setup.gpus > 1:
         rows = tuple(len(range(rank, setup.batch, setup.gpus)) for rank in range(setup.gpus))
         shards, on_gpus = Shards(rows, tuple((m,) for m in rows)), setup.device == "cuda"
-        choice = choose_exchange(shards, setup.dim, ITEMSIZE[setup.dtype], may_replicate=on_gpus)
+        each = setup.ranks.per_host
+        hosts = tuple(tuple(range(r, min(r + each, setup.gpus))) for r in range(0, setup.gpus, each))
+        choice = choose_exchange(shards, setup.dim, ITEMSIZE[setup.dtype], may_replicate=on_gpus, hosts=hosts)
         exchange, reason = choice.exchange, f"exchange {choice.exchange}: {choice.reason}"
     loss = loss_items(setup, backend, exchange)
-    return Capacity(name, exchange, reason, loss, tuple(_ways(setup, backend, exchange, loss)))
+    ways = tuple(_ways(setup, backend, exchange, loss))
+    return Capacity(name, exchange, reason, loss, ways, tuple(estimates(setup, backend)))
+
+
+def estimates(setup: Setup, backend: Backend) -> Iterator[Estimate]:
+    """Of every exchange that these GPUs have."""
+    ranks, machine = setup.ranks, setup.machine
+    for exchange in SCHEDULES:
+        # with one rank per host, or one host, two levels are one
+        if ranks.size > 1 and (exchange != "two-level" or 1 < ranks.hosts < ranks.size):
+            rows = timing.hidden_from(exchange, ranks, machine)
+            took, part = timing.seconds(exchange, ranks, machine), timing.share(exchange, ranks, machine)
+            memory = total(loss_items(setup, backend, exchange))
+            yield Estimate(exchange, took, part, memory, None if rows is None else rows * setup.gpus)
 
 
 def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...]:
@@ -159,12 +224,13 @@ def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...
         # and the plain loss of them; the gradients of this rank's rows are views of its gradients
         collected = Item("collected features", 2 * setup.batch * d * item, f"rows and columns of all {g} ranks")
         return collected, *loss_items(replace(setup, gpus=1), backend, "local")
-    # rows of this rank against the columns of all, or of one rank after the other
-    n = b * g if exchange == "gather" else b
+    # rows of this rank against the columns of all, of one host after the other, or of one rank
+    each = setup.ranks.per_host
+    n = {"gather": b * g, "two-level": b * each}.get(exchange, b)
     taken = _footprint(setup, backend, b, n)
     numbers = Item("log-sum-exps", _NUMBERS * (b + n), "and weights and targets")
-    most = 0
-    if backend.keeps is not None and exchange != "ring":
+    most, around = 0, exchange in ("ring", "two-level")
+    if backend.keeps is not None and not around:
         most = backend.keeps(b, n, dtype, setup.device, Options(precision=backend.auto_precision))
     kept = [Item("kept exponentials", most, "see keep=")] if most else []
     alive = [*kept]
@@ -174,6 +240,11 @@ def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...
             Item("shards", min(2, g - 1) * b * d * item, "columns of other ranks, here and arriving"),
             Item("columns' sums", 3 * b * d * state, "here, arriving, and sent"),
         ]
+    elif exchange == "two-level":
+        alive += [
+            Item("shards", (2 * each + 1) * b * d * item, f"columns of hosts of {each} ranks, here and arriving"),
+            Item("columns' sums", (3 * each + 1) * b * d * state, "here, sent, and of the host's other ranks"),
+        ]
     else:
         alive.append(Item("columns' sums", n * d * state, f"{n:,} x {d}, {state_dtype(dtype)}"))
     if exchange == "gather":
@@ -182,7 +253,7 @@ def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...
     gradients = [Item(f"{side} gradient", b * d * item, f"{b:,} x {d}, {dtype}") for side in ("rows'", "columns'")]
     # sums in the features' own dtype become gradients in place
     casts = gradients if item < state else []
-    if backend.finished is not None and exchange != "ring":
+    if backend.finished is not None and not around:
         alive.insert(0, gradients[0])
         # the columns' gradient takes the place of the workspace; where all is kept, that takes the place of G
         space = taken.finished - (most if most >= 2 * b * n else 0)
@@ -270,6 +341,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, required=True, metavar="B", help="pairs, of all GPUs together")
     add("--dim", type=int, required=True, metavar="D", help="width of the embeddings")
     add("--gpus", type=int, default=1, metavar="N", help="ranks, one GPU each (%(default)s)")
+    add("--per-host", type=int, metavar="N", help="GPUs of a host (all)")
+    for name, what in _MACHINE.items():
+        default = getattr(Machine(), name)
+        add(f"--{name.replace('_', '-')}", type=float, default=default, metavar="X", help=f"{what} (%(default)g)")
     add("--dtype", choices=sorted(FLOATS), default="bfloat16", help="of the embeddings (%(default)s)")
     add(
         "--encoder-mib-per-sample",
@@ -301,8 +376,19 @@ def main(args: argparse.Namespace) -> int:
             if (given := getattr(args, option)) is not None:
                 within(option.replace("_", "-"), given, least, most)
         memory = _memory(args.device) if args.memory_gib is None else args.memory_gib
-        names = ("batch", "dim", "gpus", "dtype", "encoder_mib_per_sample", "model_gib", "backend", "device")
-        setup = Setup(memory_gib=memory, **{name: getattr(args, name) for name in names})
+        names = (
+            "batch",
+            "dim",
+            "gpus",
+            "dtype",
+            "encoder_mib_per_sample",
+            "model_gib",
+            "backend",
+            "device",
+            "per_host",
+        )
+        machine = Machine(**{name: getattr(args, name) for name in _MACHINE})
+        setup = Setup(memory_gib=memory, machine=machine, **{name: getattr(args, name) for name in names})
         found = capacity(setup)
         if args.json:
             best, whole = found.best, {"setup": asdict(setup), **asdict(found), "loss_bytes": total(found.loss)}
@@ -342,8 +428,28 @@ def report(setup: Setup, found: Capacity) -> str:
         lines += ["", f"{way.name}: {colored('does not fit', 'red')}, {way.bytes / MIB:,.1f} MiB"]
     if best is not None:
         lines += ["", _table(f"{best.name}: {colored('fits', 'green')}", best.items)]
+    if found.estimates:
+        lines += ["", *_of_exchanges(setup, found.estimates)]
     said = "nothing fits: use more GPUs, a smaller batch or a smaller model" if best is None else f"take {best.name}"
     return "\n".join([*lines, "", said])
+
+
+def _of_exchanges(setup: Setup, found: Sequence[Estimate]) -> list[str]:
+    """What each exchange takes, and what that assumes."""
+    assumed = "; ".join(f"{getattr(setup.machine, name):g} {what}" for name, what in _MACHINE.items())
+    rows = [
+        (
+            each.exchange,
+            f"{1e3 * each.seconds:,.2f}",
+            f"{each.share:.0%}",
+            f"{each.bytes / MIB:,.1f}",
+            "never" if each.hidden_from is None else f"{each.hidden_from:,}",
+        )
+        for each in found
+    ]
+    columns = "exchange", "ms a step", "products", "MiB", f"products {timing.HIDDEN:.0%} from"
+    title = f"Each exchange, by a model with {setup.ranks.per_host} GPUs per host"
+    return [plain_table(title, columns, rows, right=(1, 2, 3, 4)), *textwrap.wrap(f"Assumed: {assumed}.", 80)]
 
 
 def _table(title: str, items: Sequence[Item]) -> str:

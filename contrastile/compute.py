@@ -151,7 +151,7 @@ def _module(problem: Problem) -> ModuleType:
         return alone if problem.blocking is None else blocked
     if not problem.columns:
         return triangle_over_ranks
-    return {"ring": ring, "gather": gather}[problem.placement.exchange]
+    return gather if problem.placement.exchange == "gather" else ring
 
 
 def problem_loss(problem: Problem, work: local.Work, wanted: local.Wanted | None = None) -> tuple[Array, local.State]:

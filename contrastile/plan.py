@@ -28,11 +28,13 @@ class Settings(TypedDict, total=False):
         keep: MiB of exponentials that cupy, and torch on a CPU, may keep from the forward pass and need not compute
             again in the backward; None for CONTRASTILE_KEEP_MIB, or all that a problem has or nothing: cupy where they
             fit in the workspace and a step is faster for it, torch up to 64 MiB. Other backends ignore it.
-        group: the processes that share the batch: a torch.distributed group, "world" for its default group, or an
-            mpi4py communicator; every rank passes its own part. None is this process alone.
+        group: the processes that share the batch: a torch.distributed group, "world" for its default group, a
+            DeviceMesh of one dimension, or an mpi4py communicator; every rank passes its own part. None is this process
+            alone.
         exchange: "ring" passes the columns around (O(b d / n) memory per rank), "gather" collects them (O(b d)),
-            "replicate" collects rows too and computes the whole loss on each rank, with one message, "auto"
-            chooses by sizes and device; all give the same loss.
+            "two-level" collects those of a host at a time and passes them from host to host, "replicate" collects rows
+            too and computes the whole loss on each rank, with one message, "auto" chooses by sizes, hosts and device;
+            all give the same loss.
         parameter_reduction: how the trainer reduces the parameters' gradients over the ranks: "mean" (as DDP and FSDP
             do) or "sum". The reduced gradient is that of the global loss, for the encoders, scale and bias.
         device: where torch features that are kept on the host are computed, e.g. "cuda": block by block, each copied

@@ -214,11 +214,14 @@ def file(results: Path, name: str) -> str:
     return f'``` {{.python title="{name.removeprefix("examples/")}"}}\n{text}```'
 
 
+RECORD = "gpu_nvidia_h200_x4"
+"""The one that the model of time is compared with."""
 PARTS: dict[str, Callable[[Path], str]] = {
     "everyday calls": everyday,
     "everyday calls of the README": readme,
     "one GPU": partial(gpus, several=False),
     "several GPUs": partial(gpus, several=True),
+    "several hosts": lambda results: tables.hosts(RECORD, read(results, RECORD)),
     "training": training,
     "contrastile bench on a CPU": cpu,
     "growth": bounds,

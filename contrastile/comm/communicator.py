@@ -31,6 +31,13 @@ T = TypeVar("T")
 Parts = Mapping[int, Sequence[Array]]
 """Arrays by the rank that they go to or come from."""
 
+Hosts = tuple[tuple[int, ...], ...]
+
+
+def hosts_of(names: Sequence[str]) -> Hosts:
+    """The ranks of each host, from the name of each rank's."""
+    return tuple(tuple(r for r, x in enumerate(names) if x == name) for name in dict.fromkeys(names))
+
 
 class ExchangeError(RuntimeError):
     """A rank died, stalled or left early, or the ranks disagree; the message names the rank where it is known."""
@@ -66,6 +73,7 @@ class Communicator(ABC):
         size: the number of ranks.
         deadline: seconds until waiting for another rank raises.
         global_ranks: the ranks' numbers in the whole program, for error messages.
+        hosts: the ranks of each host, in rising order, the same on every rank; all on one where nobody says otherwise.
         calls: this rank's position among the calls of the group.
     """
 
@@ -75,6 +83,7 @@ class Communicator(ABC):
     def __init__(self, rank: int, size: int, deadline: float = DEADLINE) -> None:
         self.rank, self.size, self.deadline = rank, size, deadline
         self.global_ranks: Sequence[int] = range(size)
+        self.hosts: Hosts = (tuple(range(size)),)
         self.calls = Calls()
         self._failure: str | None = None
 

@@ -11,16 +11,17 @@ def connect(group: Any, *, deadline: float | None = None) -> Communicator:
     """The communicator of a group.
 
     Args:
-        group: a Communicator, a torch.distributed ProcessGroup, "world" for torch.distributed's default group, or an
-            mpi4py communicator. Each group gets one communicator, which is kept, with a channel of its own, so its
-            messages never mix with the program's. All ranks of a group must make the first call for it.
+        group: a Communicator, a torch.distributed ProcessGroup, "world" for torch.distributed's default group, a
+            DeviceMesh of one dimension, or an mpi4py communicator. Each group gets one communicator, which is kept,
+            with a channel of its own, so its messages never mix with the program's. All ranks of a group must make the
+            first call for it.
         deadline: seconds after which a rank that waits for another raises; None keeps the current one, which starts as
             the environment variable CONTRASTILE_DEADLINE, or 60.
 
     Raises:
         TypeError: none of these.
         ValueError: the deadline is not a positive number of seconds, or one is given for a Communicator, which has
-            its own.
+            its own; or the mesh has several dimensions.
         MismatchError: in the first call for a group, on every rank: some rank's deadline is not a positive number of
             seconds. The group can be connected again.
         ExchangeError: "world" without an initialised default group.
@@ -36,8 +37,8 @@ def connect(group: Any, *, deadline: float | None = None) -> Communicator:
         return mpi.of(group, deadline)
     if not hasattr(group, "shift"):
         raise TypeError(
-            "group must be a torch.distributed group, 'world', an mpi4py communicator or a contrastile Communicator, "
-            f"got {type(group).__name__}; pass e.g. group='world'"
+            "group must be a torch.distributed group or mesh, 'world', an mpi4py communicator or a contrastile "
+            f"Communicator, got {type(group).__name__}; pass e.g. group='world'"
         )
     if deadline is not None:
         raise ValueError(f"deadline must be None for a Communicator, got {deadline!r}; it has its own")

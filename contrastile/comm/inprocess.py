@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from contrastile.backends.contract import Array
 from contrastile.comm import buffers, calls
 from contrastile.comm.calls import Conflict
-from contrastile.comm.communicator import Communicator, ExchangeError, Parts
+from contrastile.comm.communicator import Communicator, ExchangeError, Hosts, Parts
 from contrastile.comm.watchdog import DEADLINE, PeerTimeout
 
 T = TypeVar("T")
@@ -42,12 +42,14 @@ class InProcessGroup(Generic[T]):
         size: the number of ranks.
         late: messages arrive at the last moment allowed.
         deadline: of the communicators; nobody waits so long here, for a deadlock shows at once.
+        hosts: which ranks are to share a host; None for all.
         failure: the error of ranks at different calls, if any; the group then carries nothing more.
     """
 
     size: int
     late: bool = False
     deadline: float = DEADLINE
+    hosts: Hosts | None = None
     failure: str | None = None
     _condition: threading.Condition = field(default_factory=threading.Condition)
     _mailbox: dict[tuple[int, int, int], Message] = field(default_factory=dict)
@@ -152,6 +154,7 @@ class InProcess(Communicator):
     def __init__(self, group: InProcessGroup[Any], rank: int) -> None:
         super().__init__(rank, group.size, group.deadline)
         self.group, self._number = group, 0
+        self.hosts = group.hosts or self.hosts
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
         number, place = self._next(), str(self.calls.label)

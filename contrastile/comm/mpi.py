@@ -17,7 +17,7 @@ from mpi4py import MPI
 from contrastile.comm import buffers, nccl, watchdog
 from contrastile.comm.calls import SAME_CALLS, Conflict
 from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError, Parts
-from contrastile.comm.point_to_point import NUMBERS, ConnectLocks, PointToPoint, raise_first
+from contrastile.comm.point_to_point import NUMBERS, ConnectLocks, PointToPoint, met
 from contrastile.comm.watchdog import AbortNotice, PeerTimeout, deadline_and_error, deadline_or
 
 _ABORT_TAG = NUMBERS + 1
@@ -63,7 +63,7 @@ def _connect(comm: Any, given: float | None) -> PointToPoint:
     global_ranks = own.Get_group().Translate_ranks(list(range(size)), MPI.COMM_WORLD.Get_group())
     found = PointToPoint(rank, size, deadline, MPIChannel(own), nccl.channel, global_ranks)
     try:
-        raise_first(found.tell(error))
+        found.hosts = met(found.tell, error)
     except MismatchError:
         # on every rank: freeing is collective
         own.Free()

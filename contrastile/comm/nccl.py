@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import json
-import socket
 from collections.abc import Callable
 from contextlib import suppress
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Array
 from contrastile.comm.communicator import Parts, Pending
 from contrastile.comm.driver import DriverError, Event, Gpu, relaxed_capture
-from contrastile.comm.point_to_point import Channel, PointToPoint
+from contrastile.comm.point_to_point import Channel, PointToPoint, host_name
 from contrastile.comm.watchdog import InFlight, Watchdog
 
 _NAME = "libnccl.so.2"
@@ -96,12 +94,6 @@ class NCCL:
         self._check("ncclCommAbort", self._nccl.ncclCommAbort(c_void_p(communicator)))
 
 
-def host() -> str:
-    """A name of this host, unique where several share a host name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text(encoding='ascii').strip() if boot.exists() else ''}"
-
-
 def _library() -> Any:
     """The library that torch has loaded, or the one that CuPy was installed with."""
     with suppress(OSError):
@@ -128,7 +120,7 @@ def channel(group: PointToPoint, like: Array) -> Channel | None:
         nccl, gpu = NCCL(), Gpu(number)
         key = nccl.key().hex() if group.rank == 0 else ""
         place, here = gpu.place(), (nccl, gpu)
-    everyone = [json.loads(x) for x in group.tell(json.dumps([host(), place, key]))]
+    everyone = [json.loads(x) for x in group.tell(json.dumps([host_name(), place, key]))]
     places = {(x, y) for x, y, _ in everyone}
     if here is None or not all(place for _, place in places) or len(places) < group.size:
         return None

@@ -7,16 +7,19 @@ schedules add up in the order of the ranks, which no engine's reduction promises
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Array
 from contrastile.comm import buffers, watchdog
 from contrastile.comm.calls import Conflict
-from contrastile.comm.communicator import Communicator, MismatchError, Parts, Pending
+from contrastile.comm.communicator import Communicator, Hosts, MismatchError, Parts, Pending, hosts_of
 from contrastile.comm.watchdog import AbortNotice, PeerTimeout
 
 NUMBERS = 32766
@@ -100,7 +103,9 @@ class PointToPoint(Communicator):
     def post(self, outgoing: Parts, incoming: Parts) -> Pending | None:
         if self.host is None:
             return None
-        like = next(x for xs in (*outgoing.values(), *incoming.values()) for x in xs)
+        like = next((x for xs in (*outgoing.values(), *incoming.values()) for x in xs), None)
+        if like is None:
+            return None
         on_device = library_of(like).device(like) != "cpu"
         channel = self._for_device(self.host, like) if on_device else self.host
         outgoing, incoming = self.others(outgoing), self.others(incoming)
@@ -206,12 +211,20 @@ class ConnectLocks:
             return self._locks.setdefault(key, threading.Lock())
 
 
-def raise_first(errors: Sequence[str]) -> None:
-    """Raise the first error that any rank has reported.
+def host_name() -> str:
+    """A name of this host, unique where several share a host name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text(encoding='ascii').strip() if boot.exists() else ''}"
+
+
+def met(tell: Callable[[str], Sequence[str]], error: str) -> Hosts:
+    """The ranks of each host, from what all ranks tell each other while they connect.
 
     Raises:
-        MismatchError: some rank has; the same on every rank.
+        MismatchError: some rank has told of an error; the same on every rank.
     """
-    for rank, text in enumerate(errors):
+    told = [json.loads(text) for text in tell(json.dumps([error, host_name()]))]
+    for rank, (text, _) in enumerate(told):
         if text:
             raise MismatchError(f"rank {rank}: {text}")
+    return hosts_of([name for _, name in told])

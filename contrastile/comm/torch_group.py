@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from contrastile.comm import buffers, nccl, watchdog
 from contrastile.comm.communicator import Communicator, ExchangeError, Parts
-from contrastile.comm.point_to_point import ConnectLocks, PointToPoint, raise_first
+from contrastile.comm.point_to_point import ConnectLocks, PointToPoint, met
 from contrastile.comm.watchdog import AbortNotice, PeerTimeout, deadline_and_error, deadline_or
 
 # since torch 2.8
@@ -39,20 +39,33 @@ def of(group: Any, deadline: float | None = None) -> Communicator:
     """The communicator of a process group; made once, and kept as long as the group is.
 
     Args:
-        group: a ProcessGroup that this process is in, or "world" for the default group.
+        group: a ProcessGroup that this process is in, "world" for the default group, or a DeviceMesh of one dimension.
         deadline: see ``connect``.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: it is none of these.
+        ValueError: a DeviceMesh of several dimensions.
         ExchangeError: there is no default group, or a rank did not call within the deadline.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ExchangeError(
             "group='world' needs the default group, got none; call torch.distributed.init_process_group() first"
         )
+    from torch.distributed.device_mesh import DeviceMesh
+
     known = dist.group.WORLD if isinstance(group, str) and group == "world" else group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or range(group.ndim)
+            raise ValueError(
+                f"group must be a mesh of one dimension, got one of {', '.join(map(str, names))}; pass the dimension "
+                "that shards the batch, e.g. mesh['dp'], or several as one, e.g. mesh['replicate', 'shard']._flatten()"
+            )
+        known = group.get_group() if group.get_coordinate() is not None else group
     if not isinstance(known, dist.ProcessGroup):
-        raise TypeError(f"group must be a ProcessGroup that this process is in, or 'world', got {group!r}")
+        raise TypeError(
+            f"group must be a ProcessGroup or a DeviceMesh that this process is in, or 'world', got {group!r}"
+        )
     with _CONNECTING.lock(known.group_name):
         found = _KNOWN.get(known)
         if found is None:
@@ -73,11 +86,8 @@ def _connect(group: Any, given: float | None) -> PointToPoint:
     name = f"contrastile/{group.group_name}/{_CONNECTED[group.group_name]}"
     store = _store(name, rank, deadline)
 
-    def tell(key: str, text: str) -> list[str]:
-        return _told(store, key, text, rank, ranks, deadline)
-
     # an engine that connects does not name the rank that is missing
-    raise_first(tell("here", error))
+    hosts = met(lambda text: _told(store, "here", text, rank, ranks, deadline), error)
     seconds = timedelta(seconds=watchdog.patience(deadline))
     try:
         engine: Any = dist.ProcessGroupGloo(_below(store, "gloo"), rank, len(ranks), seconds)
@@ -89,7 +99,9 @@ def _connect(group: Any, given: float | None) -> PointToPoint:
         ) from reason
     host = GlooChannel(engine, rank, len(ranks), store)
     on_device = nccl.channel if "nccl" in str(dist.get_backend_config(group)) else None
-    return PointToPoint(rank, len(ranks), deadline, host, on_device, ranks)
+    found = PointToPoint(rank, len(ranks), deadline, host, on_device, ranks)
+    found.hosts = hosts
+    return found
 
 
 def _told(store: Any, key: str, text: str, rank: int, ranks: Sequence[int], deadline: float) -> list[str]:

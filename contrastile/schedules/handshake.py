@@ -19,8 +19,9 @@ from contrastile.comm.calls import Label
 from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError
 from contrastile.comm.connect import connect
 from contrastile.schedules import scalars
-from contrastile.schedules.placement import Exchange, Placement, Reduction, Shards, choose_exchange
+from contrastile.schedules.placement import SCHEDULES, Exchange, Placement, Reduction, Shards
 from contrastile.schedules.sums import summed
+from contrastile.schedules.timing import choose_exchange
 
 T = TypeVar("T")
 
@@ -78,7 +79,7 @@ class Handshake:
         """
         if group is None:
             _check_settings(exchange, reduction)
-            if exchange in ("ring", "gather", "replicate"):
+            if exchange in SCHEDULES:
                 raise ValueError(
                     f"group must be given with exchange={exchange!r}, got None; pass group='world', or drop exchange="
                 )
@@ -142,20 +143,22 @@ class Handshake:
         if (everyone[:, :2] != record[:2]).any() or not scalars.alike(held):
             self._explain(json.dumps(agreed | dict(zip(scalars.NAMES, values, strict=False))))
         shards = _shards(everyone[:, : -len(scalars.NAMES)].tobytes(), len(everyone), len(columns))
-        exchange = self._chosen(shards, int(rows.shape[1]), dtype, device)
+        exchange = self._chosen(comm, shards, int(rows.shape[1]), dtype, device)
         unread = not scalars.READABLE.issuperset(places) and scalars.due(label.serial, exchange) and comm.size > 1
         self.placement = Placement(comm, exchange, self.reduction, shards, label.serial, label.loss, unread)
         return Met(sum(shards.rows), sum(shards.widths), self.placement.start, self.placement)
 
-    def _chosen(self, shards: Shards, width: int, dtype: str, device: str) -> Any:
+    def _chosen(self, comm: Communicator, shards: Shards, width: int, dtype: str, device: str) -> Any:
         if self.exchange == "local" and len(shards.rows) > 1:
             raise MismatchError(
                 f"exchange='local' is for a world of one, got {len(shards.rows)} ranks; drop group= for a loss of each "
                 "rank's own part, or use 'auto'"
             )
-        if self.exchange in ("ring", "gather", "replicate"):
+        if self.exchange == "two-level" and len(comm.hosts) == 1:
+            return "gather"
+        if self.exchange in SCHEDULES:
             return self.exchange
-        choice = choose_exchange(shards, width, ITEMSIZE[dtype], may_replicate=device == "cuda")
+        choice = choose_exchange(shards, width, ITEMSIZE[dtype], may_replicate=device == "cuda", hosts=comm.hosts)
         _log.debug("exchange='auto' is %s: %s", choice.exchange, choice.reason)
         return choice.exchange
 
@@ -192,20 +195,24 @@ class Handshake:
             self._explain(json.dumps({"error": reason} if reason else {}))
 
     def count_in(self, arrays: ArrayLibrary, needles: Array, haystack: Array, *, of_rows: bool = True) -> Array:
-        """How many elements of all ranks' haystacks equal each needle of this rank; the haystacks go around the ring.
+        """How many elements of all ranks' haystacks equal each needle of this rank; the haystacks travel.
 
         Each rank's haystack is in rising order, and has one element for each of its rows, or of its columns.
         """
         placement = self.placement
         if placement is None:
             return arrays.count_in(needles, haystack)
-        from contrastile.schedules.ring import visits
+        from contrastile.schedules.hosts import visits
 
-        sizes = placement.shards.rows if of_rows else placement.shards.widths
-        found = None
-        for _, (part,) in visits(placement, arrays, [arrays.contiguous(haystack)], lambda rank: [sizes[rank]]):
-            here = arrays.count_in(needles, part)
-            found = here if found is None else found + here
+        counts, found = placement.shards.rows if of_rows else placement.shards.widths, None
+
+        def sizes(rank: int) -> tuple[int]:
+            return (counts[rank],)
+
+        for _, runs in visits(placement, arrays, [arrays.contiguous(haystack)], sizes):
+            for (part,) in (part for run in runs for part in run.parted(sizes).values()):
+                here = arrays.count_in(needles, part)
+                found = here if found is None else found + here
         return found
 
     def total(self, arrays: ArrayLibrary, x: Array) -> Array:
@@ -304,7 +311,7 @@ def gradients_are_on(arrays: ArrayLibrary) -> bool:
 
 def _check_settings(exchange: Any, reduction: Any) -> None:
     for name, value, known in (
-        ("exchange", exchange, ("auto", "ring", "gather", "replicate", "local")),
+        ("exchange", exchange, ("auto", *SCHEDULES, "local")),
         ("parameter_reduction", reduction, ("mean", "sum")),
     ):
         if value not in known:

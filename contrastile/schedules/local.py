@@ -202,12 +202,12 @@ def loss(
     return objectives.loss(problem.terms(arrays), arrays, dtype, sides)
 
 
-def merged(arrays: ArrayLibrary, parts: Sequence[SideStatistics]) -> SideStatistics:
-    """Those of the same rows, or columns, over several blocks."""
+def merged(arrays: ArrayLibrary, parts: Sequence[Sequence[Array]]) -> SideStatistics:
+    """Those of the same rows, or columns, over several blocks; each part is a ``SideStatistics``, or its arrays."""
     n, p, s = parts[0]
-    for part in parts[1:]:
-        n, p = arrays.merge(n, part.negative_lse), arrays.merge(p, part.positive_lse)
-        s = s + part.positive_sum
+    for negative, positive, total in parts[1:]:
+        n, p = arrays.merge(n, negative), arrays.merge(p, positive)
+        s = s + total
     return SideStatistics(n, p, s)
 
 

@@ -29,7 +29,7 @@ def _shared(problem: Problem) -> tuple[ModuleType, Problem, slice]:
     which = slice(int(problem.own_positives), -1)
     module = local if problem.blocking is None else blocked
     if problem.placement is not None:
-        module = ring if problem.placement.exchange == "ring" else gather
+        module = gather if problem.placement.exchange == "gather" else ring
     return module, replace(problem, columns=problem.columns[which], own_counts=None), which
 
 

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, get_args
 
 from contrastile.comm.calls import Label, Phase
-from contrastile.comm.communicator import Communicator
+from contrastile.comm.communicator import Communicator, Hosts
 
-Schedule = Literal["ring", "gather", "replicate"]
-Exchange = Literal["auto", "ring", "gather", "replicate", "local"]
+Schedule = Literal["ring", "two-level", "gather", "replicate"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+Exchange = Literal["auto", "ring", "two-level", "gather", "replicate", "local"]
 Reduction = Literal["mean", "sum"]
-
-GATHERED_MIB = 2048
-"""What the gathered columns, their gradient and the other ranks' parts of it may take on each rank with ``auto``.
-
-Gathering is at least as fast as the ring wherever it was measured (``docs/benchmarks/many-gpus.md``):
-its messages are fewer. The ring is for batches of which no rank is to hold all columns.
-"""
-
-
-REPLICATED = {True: 1 << 37, False: 1 << 33}
-"""Rows x columns x width of the whole loss that each rank computes with ``auto``, of 16-bit features or others.
-
-2^37 takes an H200 two milliseconds: 16,384 pairs of width 512.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,33 +47,47 @@ class Shards:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A schedule, and the reason for it."""
+class Route:
+    """Who carries whose shards.
 
-    exchange: Schedule
-    reason: str
-
-
-@lru_cache(maxsize=64)
-def choose_exchange(shards: Shards, width: int, itemsize: int, *, may_replicate: bool = False) -> Choice:
-    """The choice of ``exchange="auto"``. It depends on what the ranks have in common: every rank makes the same.
-
-    Args:
-        shards: of every rank.
-        width: features of a column.
-        itemsize: bytes of one.
-        may_replicate: whether the whole loss may be computed on each rank: of features on GPUs.
+    Attributes:
+        hosts: the ranks of each host.
+        homes: of each rank its host's number, and its own there.
+        rank: this one.
     """
-    total = sum(shards.widths)
-    work, most = sum(shards.rows) * total * width, REPLICATED[itemsize <= 2]
-    if may_replicate and work <= most:
-        return Choice("replicate", f"all {total:,} columns take a GPU less time than the messages of a gather")
-    # features; and in the state dtype their gradient, and what the other ranks found of it
-    mib = total * width * (itemsize + 2 * max(4, itemsize)) / 2**20
-    what = f"all {total:,} columns and their gradients take {mib:,.0f} MiB on each rank"
-    if mib <= GATHERED_MIB:
-        return Choice("gather", f"{what}, within {GATHERED_MIB:,}, and gathering needs the fewest messages")
-    return Choice("ring", f"{what}, more than {GATHERED_MIB:,}")
+
+    hosts: Hosts
+    homes: Mapping[int, tuple[int, int]]
+    rank: int
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(hosts: Hosts, rank: int) -> Route:
+        """The route of a rank."""
+        return Route(hosts, {r: (i, lane) for i, ranks in enumerate(hosts) for lane, r in enumerate(ranks)}, rank)
+
+    @property
+    def flat(self) -> bool:
+        """Whether every host has one rank."""
+        return len(self.hosts) == len(self.homes)
+
+    def behind(self, distance: int) -> tuple[int, ...]:
+        """The ranks of the host so far behind this one; of a negative distance, ahead."""
+        return self.hosts[(self.homes[self.rank][0] - distance) % len(self.hosts)]
+
+    def peers(self) -> tuple[int, ...]:
+        """The other ranks of this host, from this one on."""
+        here, lane = self.behind(0), self.homes[self.rank][1]
+        return here[lane + 1 :] + here[:lane]
+
+    def carrier(self, host: tuple[int, ...], owner: int) -> int:
+        """Which rank of a host carries a rank's shard."""
+        return host[self.homes[owner][1] % len(host)]
+
+    def carried(self, carrier: int, host: tuple[int, ...]) -> list[int]:
+        """The ranks of a host whose shards a rank of this one carries."""
+        here = self.behind(0)
+        return [owner for owner in host if self.carrier(here, owner) == carrier]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,13 @@ class Placement:
     def size(self) -> int:
         """The number of ranks."""
         return self.communicator.size
+
+    @property
+    def route(self) -> Route:
+        """How shards come to this rank: over a ring each rank is a host of its own, and for a gather all are one's."""
+        every = tuple(range(self.size))
+        hosts = {"ring": tuple((r,) for r in every), "gather": (every,)}.get(self.exchange, self.communicator.hosts)
+        return Route.of(hosts, self.rank)
 
     @property
     def start(self) -> int:

@@ -36,7 +36,7 @@ PASS, FAIL = 0, 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     for name, how in OPTIONS.items():
-        add(f"--{name}", **how)
+        add(f"--{name.replace('_', '-')}", **how)
     add(
         "--jobs",
         type=int,
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
         if args.list:
             print(listing())
             return PASS
-        with launched.opened(args.world, args.device) as world:
+        with launched.opened(args.world, args.device, args.per_host) as world:
             return _isolated(args, world) if world is None or isinstance(world, Threads) else _launched(args, world)
     except (CannotRunError, WorldError) as error:
         return cannot_run("verify", error)

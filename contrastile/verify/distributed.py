@@ -20,7 +20,7 @@ from contrastile.verify.trial import Property, SkipError, Subject, Trial
 from contrastile.verify.truth import Outcome, truth
 from contrastile.verify.worlds import Threads, judged
 
-EXCHANGES = {"ring": "over a ring", "gather": "with gathered columns"}
+EXCHANGES = {"ring": "over a ring", "two-level": "over a ring of hosts", "gather": "with gathered columns"}
 _EVERYWHERE = ("loss", "scale", "bias")
 
 

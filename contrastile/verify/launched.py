@@ -19,7 +19,7 @@ from contrastile.comm.communicator import Communicator, ExchangeError
 from contrastile.comm.connect import connect
 from contrastile.comm.watchdog import deadline_or
 from contrastile.environment import finds_a_gpu
-from contrastile.verify.worlds import LARGEST, Threads, World, WorldError, portable
+from contrastile.verify.worlds import LARGEST, Threads, World, WorldError, portable, simulated
 
 T = TypeVar("T")
 
@@ -40,6 +40,7 @@ class Launched(World):
     size: int
     everybody: Callable[[Any], list[Any]]
     duplicate: Callable[[], Any]
+    per_host: int | None = None
     _communicator: Communicator | None = None
     _watchdog: float = field(default_factory=lambda: 3 * deadline_or(None) + 60)
 
@@ -47,12 +48,16 @@ class Launched(World):
 
     def __post_init__(self) -> None:
         self.leads = self.rank == 0
+        self.hosts = simulated(self.size, self.size)
 
     def run(self, program: Callable[[Communicator], T], *, late: bool = False) -> list[T]:
         """See ``World``; the error is that of the first rank that did not just wait for another."""
         with self._watched():
             if self._communicator is None:
                 self._communicator = connect(self.duplicate())
+                if self.per_host is not None:
+                    self._communicator.hosts = simulated(self.size, self.per_host)
+                self.hosts = self._communicator.hosts
             mine: tuple[Any, Exception | None]
             try:
                 mine = program(self._communicator), None
@@ -82,7 +87,7 @@ class Launched(World):
 
 
 @contextmanager
-def opened(name: str | None, device: str) -> Iterator[World | None]:
+def opened(name: str | None, device: str, per_host: int | None = None) -> Iterator[World | None]:
     """The world that ``--world`` names; None for none.
 
     Raises:
@@ -94,13 +99,14 @@ def opened(name: str | None, device: str) -> Iterator[World | None]:
     if name not in ("mpi", "torch"):
         if not (name.isdecimal() and 1 <= int(name) <= LARGEST):
             raise WorldError(f"--world must be 1..{LARGEST}, mpi or torch, got {name!r}")
-        yield Threads(int(name))
+        yield Threads(int(name), per_host=per_host)
         return
     package = {"mpi": "mpi4py", "torch": "torch"}[name]
     if importlib.util.find_spec(package) is None:
         raise WorldError(f"--world {name} needs {package}; run: pip install 'contrastile[{name}]'")
     kind = "cuda" if on_gpus(name, device) else "cpu"
     with (mpi if name == "mpi" else torch)(kind) as world:
+        world.per_host = per_host
         yield world
 
 

@@ -35,7 +35,7 @@ def skipped_backward(subject: Subject, case: str) -> Comparisons:
         raise SkipError("the group can carry nothing afterwards: it needs several ranks of one process, give --world 3")
     put, x = putter(subject.backend.arrays, subject.device), np.eye(4, _WIDTH)
     pair = put(x, subject.dtype), put(x, subject.dtype)
-    for exchange in ("ring", "gather"):
+    for exchange in ("ring", "two-level", "gather"):
         for skips in (0, world.size - 1):
             settings: dict[str, Any] = {"backend": subject.name, **subject.settings, "exchange": exchange}
             program = partial(_error_of_two_calls, skips=skips, given=(*pair, 10.0), settings=settings)

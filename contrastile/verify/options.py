@@ -66,6 +66,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "where to run (default: auto, the GPU for every backend that runs on one, else the CPU)",
     },
     "world": {"metavar": "N", "help": "as 1..8 ranks in this process, or under a launcher as mpi or torch"},
+    "per_host": {
+        "type": int,
+        "metavar": "N",
+        "help": "ranks of the world that stand for those of one host (default: 2; mpi, torch: as they are)",
+    },
     "examples": {
         "type": int,
         "metavar": "N",
@@ -116,6 +121,10 @@ def settle(options: argparse.Namespace) -> list[str]:
         given.examples = QUICK_EXAMPLES if given.quick else RANKS_EXAMPLES if ranks else EXAMPLES
     for name, least in (("examples", 1), ("seed", 0), ("workspace", 0), ("keep", 0)):
         within(name, getattr(given, name) or 0, least)
+    if given.per_host is not None:
+        within("per-host", given.per_host, 1)
+        if given.world is None:
+            raise CannotRunError(f"--per-host must be given with --world, got {given.per_host} alone")
     if given.deadline is not None and not 0 < given.deadline < float("inf"):
         raise CannotRunError(f"--deadline must be a number of seconds above 0, got {given.deadline:g}")
     given.case, given.property = _known("case", given.case, every), _known("property", given.property, properties)
@@ -126,7 +135,7 @@ def settle(options: argparse.Namespace) -> list[str]:
 
 def threads(options: argparse.Namespace) -> Threads | None:
     """The ranks of one process that ``--world`` asks for."""
-    with launched.opened(options.world, options.device) as world:
+    with launched.opened(options.world, options.device, options.per_host) as world:
         assert world is None or isinstance(world, Threads)
         return world
 

@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of ``contrastile verify`` that select checks."""
     group = parser.getgroup("contrastile")
     for name, how in OPTIONS.items():
-        group.addoption(f"--{name}", **how)
+        group.addoption(f"--{name.replace('_', '-')}", **how)
 
 
 def pytest_configure(config: pytest.Config) -> None:

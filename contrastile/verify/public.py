@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from contrastile.comm.communicator import Communicator
-from contrastile.schedules.placement import Shards
+from contrastile.schedules.placement import SCHEDULES, Shards
 from contrastile.verify import statistics
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
 from contrastile.verify.losses import allowed
@@ -194,7 +194,7 @@ def over_ranks(objective: str, subject: Subject, case: str) -> Comparisons:
             # only what is divided by a sum over ranks can be taken for each rank's own; no option is one of edges
             if {"even": share.case.arguments.weights is None, "one row": share.label in OPTIONS}.get(how):
                 continue
-            for at, exchange in enumerate(("ring", "gather", "replicate")):
+            for at, exchange in enumerate(SCHEDULES):
                 ways = list(enumerate(_interfaces(subject, share)))
                 # edges are the exchange's, and options the problem's, whoever asks for them
                 every = how == "uneven" and share.label not in OPTIONS
@@ -252,7 +252,7 @@ def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: st
         if len({(part.loss.tobytes(), np.array(part.scale).tobytes()) for part in parts}) > 1:
             return wrong("the ranks have different losses, or gradients of the scale")
         case, times = share.case, upstream or 1.0
-        spread = share.spread(exchange, 2 if case.claims.objective == "nt_xent" else 1)
+        spread = share.spread(exchange, world.hosts, 2 if case.claims.objective == "nt_xent" else 1)
         exact, bound = allowed.expected(case, times), allowed.allowed(case, times, spread)
         fields = ("loss", "rows", "columns", *(() if frozen else ("scale",)), "bias")
         return compared(case, share.joined(parts, world.size if reduction == "mean" else 1.0), exact, bound, fields)

@@ -164,7 +164,10 @@ def words(given: Mapping[str, Any]) -> list[str]:
     found = []
     for name, value in given.items():
         if value is not None and value is not False:
-            found += [f"--{name}", *(value if isinstance(value, list) else [] if value is True else [str(value)])]
+            found += [
+                f"--{name.replace('_', '-')}",
+                *(value if isinstance(value, list) else [] if value is True else [str(value)]),
+            ]
     return found
 
 

@@ -140,6 +140,7 @@ class Selection:
         several = subject.dtype == "float32" and len(subject.backend.precisions) > 1
         given = {
             "world": None if self.world is None else self.world.name,
+            "per_host": None if self.world is None else self.world.per_host,
             "backend": subject.name,
             "dtype": subject.dtype,
             "precision": subject.precision if several else None,

@@ -27,7 +27,7 @@ def sharded(subject: Subject, case: str) -> Comparisons:
         # all 0 stands for equal parts
         rows, columns = random.integers(0, 6, (2, world.size)).tolist()
         cut = Cut.of_itself(whole, rows) if each.itself else Cut.of(whole, rows, columns)
-        exchange, reduction = str(random.choice(["ring", "gather"])), str(random.choice(["mean", "sum"]))
+        exchange, reduction = str(random.choice(["ring", "two-level", "gather"])), str(random.choice(["mean", "sum"]))
         how: dict[str, Any] = {"reduction": reduction, "options": each.options}
         parts = outcomes(subject, cut, exchange, late=random.random() < 0.5 and world.can_be_late, **how)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from contrastile.backends.contract import Options
-from contrastile.comm.communicator import Communicator
+from contrastile.comm.communicator import Communicator, Hosts
 from contrastile.oracle.arrays import IntArray
 from contrastile.schedules.placement import Placement, Reduction, Shards
 from contrastile.schedules.problem import Problem
@@ -71,11 +71,14 @@ class Parts:
         start = self.shards.start(rank)
         return self.order()[start : start + self.shards.widths[rank]]
 
-    def spread(self, exchange: str, times: int = 1) -> Spread:
+    def spread(self, exchange: str, hosts: Hosts, times: int = 1) -> Spread:
         """How this world takes its sums, of so many rows and columns for each."""
-        rows = tuple(times * x for x in self.shards.rows)
+        rows, widths = (tuple(times * x for x in each) for each in (self.shards.rows, self.shards.widths))
         if exchange == "gather":
-            return Spread(rows, (times * sum(self.shards.widths),))
+            return Spread(rows, (sum(widths),))
+        if exchange == "two-level":
+            # of its own host a rank has its own shard, what comes before it and what comes after: those at most
+            return Spread(rows, (*(sum(widths[rank] for rank in ranks) for ranks in hosts), *widths))
         return Spread(rows, tuple(times * size for blocks in self.shards.columns for size in blocks), halved=True)
 
     def joined(self, parts: Sequence[R], factor: float) -> R:
@@ -171,7 +174,7 @@ def compared(
     options: Options | None = None,
 ) -> Worst:
     """The ranks' outcomes, joined, compared with the oracle's of the whole."""
-    spread, expected = cut.spread(exchange), oracle.outcome
+    spread, expected = cut.spread(exchange, subject.ranks.hosts), oracle.outcome
     bound = bounds(cut.problem, oracle, subject.accuracy, subject.dtype, upstream, options, spread)
     if cut.itself:
         expected, bound = rearrange.folded(expected), rearrange.folded(bound)

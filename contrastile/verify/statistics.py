@@ -16,7 +16,7 @@ from contrastile import losses
 from contrastile.backends.contract import state_dtype
 from contrastile.comm.communicator import Communicator
 from contrastile.oracle.arrays import FloatArray, float64
-from contrastile.schedules.placement import Shards
+from contrastile.schedules.placement import SCHEDULES, Shards
 from contrastile.schedules.problem import Problem
 from contrastile.verify import cases
 from contrastile.verify.arithmetic import Spread
@@ -150,7 +150,7 @@ def over_ranks(subject: Subject, case: str) -> Comparisons:
         if problem.row_limits is not None and not (backend.limits if problem.row_guide is None else backend.guides):
             continue
         m, n = len(problem.rows), len(problem.columns[0])
-        for turn, exchange in enumerate(("ring", "gather", "replicate")):
+        for turn, exchange in enumerate(SCHEDULES):
             rows = shares(m, weights)
             over = rows if m == n else shares(n, weights[::-1])
             how = {"exchange": exchange, "parameter_reduction": ("mean", "sum")[turn % 2], "by_autograd": by_autograd}
@@ -161,7 +161,7 @@ def _of_ranks(
     problem: Problem, subject: Subject, rows: Sequence[int], over: Sequence[int], how: dict[str, Any]
 ) -> Worst:
     m, cut = len(problem.rows), Cut(problem, Shards(tuple(rows), tuple((size,) for size in over)))
-    drawn, compared = _expected(problem, subject, Spread(tuple(rows), tuple(over), halved=True))
+    drawn, compared = _expected(problem, subject, cut.spread(how["exchange"], subject.ranks.hosts))
 
     def program(communicator: Communicator) -> Outcome:
         rank = communicator.rank

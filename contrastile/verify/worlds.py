@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from contrastile.comm.communicator import Communicator
+from contrastile.comm.communicator import Communicator, Hosts, hosts_of
 from contrastile.comm.inprocess import InProcessGroup
 
 T = TypeVar("T")
 
 LARGEST = 8
 """Ranks of one process, at most."""
+
+PER_HOST = 2
+"""Ranks of one process that stand for those of a host, where nobody says how many."""
+
+
+def simulated(ranks: int, per_host: int) -> Hosts:
+    """Hosts of so many ranks each, and of what is left."""
+    return hosts_of([str(rank // per_host) for rank in range(ranks)])
 
 
 class WorldError(ValueError):
@@ -30,6 +38,8 @@ class World:
     Attributes:
         size: the number of ranks.
         name: what ``--world`` calls it.
+        per_host: how many ranks stand for those of one host; None where nobody said so.
+        hosts: the ranks of each host.
         launch: the words that start ``contrastile`` on these ranks.
         leads: whether this process draws, prints and writes.
         can_be_late: whether messages can be made to arrive at the last moment.
@@ -37,6 +47,8 @@ class World:
 
     size: int
     name: str
+    per_host: int | None
+    hosts: Hosts
     launch: Sequence[str]
     leads: bool
     can_be_late: bool
@@ -82,14 +94,16 @@ class Threads(World):
     """All ranks in this process; every run has a group of its own."""
 
     size: int
+    per_host: int | None = field(default=None, kw_only=True)
 
     leads, can_be_late = True, True
 
     def __post_init__(self) -> None:
         self.name, self.launch = str(self.size), ["contrastile"]
+        self.hosts = simulated(self.size, self.per_host or PER_HOST)
 
     def run(self, program: Callable[[Any], T], *, late: bool = False) -> list[T]:
-        return InProcessGroup[T](self.size, late=late).run(program)
+        return InProcessGroup[T](self.size, late, hosts=self.hosts).run(program)
 
     def share(self, x: T) -> T:
         return x

@@ -49,7 +49,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_says_so(monkeypatch: pytest.
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
 
     # all have called, and nobody connects
-    monkeypatch.setattr(torch_group, "_told", lambda *what: ["", ""])
+    monkeypatch.setattr(torch_group, "_told", lambda *what: ['["", "host"]'] * 2)
     dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
     try:
         with pytest.raises(ExchangeError, match=r"the other ranks gave up .*\(deadline 1 s\)"):

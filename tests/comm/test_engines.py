@@ -80,7 +80,9 @@ def verify(engine: str, *words: str, folder: Path, deadline: float = PATIENCE) -
 @pytest.mark.parametrize("engine", ENGINES)
 def test_four_processes_hold_every_property(engine: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    ended = verify(engine, "--backend", *BACKENDS[engine], *QUICK, "--json", str(path), folder=tmp_path)
+    ended = verify(
+        engine, "--backend", *BACKENDS[engine], *QUICK, "--per-host", "2", "--json", str(path), folder=tmp_path
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     # rank 0 prints, and it alone
     assert ended.stdout.count("PASS: ") == 1
@@ -94,7 +96,7 @@ def test_four_processes_hold_every_property(engine: str, tmp_path: Path) -> None
     others |= {(name, "views") for name in ("reduction", "delivery", "tiles")}
     assert skipped == {("skipped-backward", "mistakes"), *others}
     assert all(row["status"] in ("pass", "skip") for row in read["rows"])
-    assert sum(row["status"] == "pass" for row in read["rows"]) == 30 * len(BACKENDS[engine])
+    assert sum(row["status"] == "pass" for row in read["rows"]) == 34 * len(BACKENDS[engine])
 
 
 @pytest.mark.slow
@@ -130,9 +132,15 @@ OTHERS = (0, 1, 3)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("fault", ["killed", "raises", "leaves", "stalls"])
-def test_every_other_rank_ends_within_the_deadline(engine: str, fault: str) -> None:
-    ended = launch(engine, "faults.py", fault, str(FAULTY), CONTRASTILE_DEADLINE=str(TIMED))
+@pytest.mark.parametrize(
+    ("fault", "exchange"),
+    [
+        *((fault, "ring") for fault in ("killed", "raises", "leaves", "stalls")),
+        *((fault, "two-level") for fault in ("killed", "stalls")),
+    ],
+)
+def test_every_other_rank_ends_within_the_deadline(engine: str, fault: str, exchange: str) -> None:
+    ended = launch(engine, "faults.py", fault, str(FAULTY), exchange, CONTRASTILE_DEADLINE=str(TIMED))
     assert ended.code not in (0, 124), ended.output
     assert ended.orphans == 0
     failed = next(float(line.split()[1]) for line in ended.said(FAULTY) if line.startswith("fails"))
@@ -148,7 +156,7 @@ def test_every_other_rank_ends_within_the_deadline(engine: str, fault: str) -> N
 
 
 def test_ranks_out_of_step_meet_no_message_that_is_not_theirs() -> None:
-    ended = launch("mpi", "faults.py", "out of step", str(FAULTY), CONTRASTILE_DEADLINE=str(DEADLINE))
+    ended = launch("mpi", "faults.py", "out of step", str(FAULTY), "ring", CONTRASTILE_DEADLINE=str(DEADLINE))
     # whichever ends first may end the rest before they can say anything
     lines = [line for rank in (*OTHERS, FAULTY) for line in ended.said(rank) if not line.startswith("fails")]
     said = [line.partition(" ExchangeError: ")[2] for line in lines]
@@ -166,6 +174,6 @@ def test_a_rank_that_never_connects_is_named() -> None:
 
 
 def test_without_mpi4py_as_the_main_module_ranks_end_too() -> None:
-    ended = launch("plain mpi", "faults.py", "stalls", str(FAULTY), CONTRASTILE_DEADLINE=str(DEADLINE))
+    ended = launch("plain mpi", "faults.py", "stalls", str(FAULTY), "two-level", CONTRASTILE_DEADLINE=str(DEADLINE))
     assert ended.code not in (0, 124), ended.output
     assert ended.orphans == 0

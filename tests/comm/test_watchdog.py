@@ -226,7 +226,7 @@ def test_it_is_for_ranks_that_all_have_it_and_a_gpu_each(
     first: list[str], lacks: str, found: bool, made: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = made(lacks=lacks)
-    monkeypatch.setattr(nccl, "host", lambda: "host")
+    monkeypatch.setattr(nccl, "host_name", lambda: "host")
     monkeypatch.setattr(Gpu, "place", lambda self: "0000:02:00.0")
     monkeypatch.setattr(nccl, "library_of", lambda x: SimpleNamespace(place=lambda x: "cuda:3"))
     pair = Pair(first)

@@ -75,7 +75,7 @@ WRONG: dict[str, tuple[Callable[[int, Any], Any], str]] = {
     ),
     "no exchange": (
         lambda rank, comm: clip(rank, comm, exchange="star" if rank == 1 else "ring"),
-        "rank 1: exchange must be one of auto, ring, gather, replicate, local, got 'star'",
+        "rank 1: exchange must be one of auto, ring, two-level, gather, replicate, local, got 'star'",
     ),
 }
 

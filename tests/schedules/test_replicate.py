@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import contrastile
 from contrastile.comm.inprocess import InProcess, InProcessGroup
-from contrastile.schedules.placement import REPLICATED, Shards, choose_exchange
+from contrastile.schedules.placement import Shards
+from contrastile.schedules.timing import REPLICATED, choose_exchange
 
 COUNTS = 4, 0, 7
 

@@ -1,6 +1,6 @@
 """A training loop in which one rank fails at one step; started by test_engines.
 
-Arguments: engine, fault, rank. Every rank prints what it ended with, and the faulty rank when it failed.
+Arguments: engine, fault, rank, exchange. Every rank prints what it ended with, and the faulty rank when it failed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from contrastile.backends import load
 from contrastile.comm.communicator import ExchangeError
 from contrastile.comm.connect import connect
 from contrastile.comm.watchdog import deadline_or
+from contrastile.verify.worlds import simulated
 
 STEP = 3
 INSIDE = "killed", "stalls"
-"""What happens in the middle of a ring; the rest happens between two calls."""
+"""What happens in the middle of a call; the rest happens between two calls."""
 
 
 def fail(group: Any, fault: str) -> None:
@@ -66,9 +67,11 @@ def main() -> None:
     # ranks may take long to come here, which is no fault
     connect(ranks.world, deadline=PATIENCE)
     group = connect(ranks.world, deadline=deadline_or(None))
+    # a rank of its host, and the other host's, wait for one that fails
+    group.hosts = simulated(group.size, 2)
     draw = np.random.default_rng(ranks.rank)
     image, text = (draw.standard_normal((20 + ranks.rank, 8)) for _ in range(2))
-    both = contrastile.value_and_grad(contrastile.clip_loss, backend="numpy", group=group, exchange="ring")
+    both = contrastile.value_and_grad(contrastile.clip_loss, backend="numpy", group=group, exchange=sys.argv[4])
     backend = load("numpy")
     compute, step = backend.gradients, 0
 

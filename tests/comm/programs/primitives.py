@@ -229,6 +229,8 @@ def main(ranks: Any) -> None:
     pending.wait()
     assert (arrived == np.arange(10) + (ranks.rank - 1) % n).all()
     say(ranks.rank, "groups do not meet")
+    if hasattr(ranks, "dist"):
+        meshes(n)
     forgotten(mine, other)
     ranks.finish()
     kept = weakref.ref(world)
@@ -236,6 +238,22 @@ def main(ranks: Any) -> None:
     gc.collect()
     assert (kept() is None) == ranks.forgets, "a communicator outlived its group"
     say(ranks.rank, "done")
+
+
+def meshes(n: int) -> None:
+    """Dimensions of a mesh are groups: of each slice, and of several that were made one."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("dp", "tp"))
+    said = refusal(ValueError, lambda: connect(mesh))
+    assert "one dimension, got one of dp, tp; pass the dimension that shards the batch, e.g. mesh['dp']" in said
+    for each in (mesh["dp"], mesh["tp"]):
+        communicator = connect(each)
+        assert communicator is connect(each.get_group())
+        assert communicator.hosts == ((0, 1),)
+        for check in (shifts, gathers):
+            check(communicator)
+    assert connect(mesh["dp", "tp"]._flatten()).size == n
 
 
 def forgotten(group: Any, communicator: Any) -> None:
