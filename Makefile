@@ -5,7 +5,6 @@
 # make verify-gpu all that holds the GPU backends to the oracle: verify, mutants, sanitizers, repeats, drawn problems
 # make docs       the site, into site/
 # make docs-version VERSION=0.1  the site as one version beside the others, committed to the branch gh-pages
-# make pictures   the charts of the records and the captures of the commands (on an idle machine)
 # make package    sdist and wheel in dist/, checked; each in an empty environment runs the README, verify and the pages' commands
 # make test-versions  the tests of the front door with the newest packages, or with VERSIONS="numpy==1.26.* torch==2.6.*"
 # Each but test-gpu and verify-gpu needs Python 3.11+ with pip, and nothing else: a virtual environment in $(VENV) holds the rest.
@@ -29,7 +28,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: verify test test-slow test-gpu verify-gpu measure-gpu test-versions lint types coverage pytest docs docs-version pictures package errors clean
+.PHONY: verify test test-slow test-gpu verify-gpu measure-gpu test-versions lint types coverage pytest docs docs-version package errors clean
 
 verify: $(STAMPS)-verify
 	$(BIN)/contrastile verify $(ARGS)
@@ -85,10 +84,6 @@ docs: $(STAMPS)-docs
 docs-version: $(STAMPS)-docs
 	VERSIONS=mike NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(VERSION) latest
 	$(BIN)/mike set-default latest
-
-pictures: $(STAMPS)-docs $(STAMPS)-verify
-	$(BIN)/python scripts/make_pages.py
-	$(BIN)/python scripts/make_captures.py $(ARGS)
 
 # a wheel and an sdist are what they should be when a stranger's empty environment can use them
 package:
