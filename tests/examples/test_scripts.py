@@ -13,7 +13,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NUMBER = r"(\d\.\d\d)"
 
 
-# clip.py runs as the tutorial
 @pytest.mark.parametrize(
     ("name", "gain"),
     [
@@ -52,16 +51,6 @@ def test_siglip_learns_the_same_on_one_process_and_on_two() -> None:
 PAGE = read("docs/tutorials/tiny-clip.md")
 BLOCKS = blocks(PAGE)
 BEST = 0.8
-
-
-def test_the_tiny_clip_is_the_example() -> None:
-    program = read("examples/clip.py")
-    for block in BLOCKS[:5]:
-        assert program.count(block.strip("\n")) == 1, block
-        program = program.replace(block.strip("\n"), "")
-    about, rest = re.fullmatch(r'(""".*?""")(.*)', program, re.S).groups()  # type: ignore[union-attr]
-    assert not rest.strip()
-    assert "docs/tutorials/tiny-clip.md" in about
 
 
 def test_the_tiny_clip_learns_and_prints_what_the_page_says() -> None:
