@@ -52,14 +52,6 @@ def row_lse(x: FloatArray, A: BoolArray) -> FloatArray:
     return lse(np.where(A, x, -np.inf), axis=1)
 
 
-def column_lse(x: FloatArray, A: BoolArray) -> FloatArray:
-    """M_j = log sum_{i in A(j)} exp x_ij; -inf where A(j) is empty, NaN where an admitted logit is NaN.
-
-    x: (m, n); A: (m, n) bool. Returns (n,).
-    """
-    return lse(np.where(A, x, -np.inf), axis=0)
-
-
 @np.errstate(all="ignore")
 def merge(a: npt.ArrayLike, b: npt.ArrayLike) -> FloatArray:
     """The merge log(exp a + exp b): associative, commutative, with -inf as its identity (Inf-CL Eq. 4, corrected).

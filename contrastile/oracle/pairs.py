@@ -63,14 +63,6 @@ def target_weights(P: BoolArray) -> FloatArray:
     return float64(P / np.maximum(P.sum(axis=1, keepdims=True), 1))
 
 
-def column_target_weights(P: BoolArray) -> FloatArray:
-    """y'_ij = P_ij / |P(j)|: each column sums to 1, or to 0 where it has no positive.
-
-    P: (m, n) bool. Returns (m, n).
-    """
-    return float64(P / np.maximum(P.sum(axis=0, keepdims=True), 1))
-
-
 def _pointed_at(m: int, n: int, column: IntArray | None) -> BoolArray:
     """(m, n) bool: j is the column that row i's index names."""
     if column is None:

@@ -36,18 +36,10 @@ def sigmoid_terms(x: FloatArray, P: BoolArray, A: BoolArray) -> FloatArray:
     return np.where(A, softplus(np.where(P, -x, x)), 0.0)
 
 
-def sigmoid_loss(x: FloatArray, P: BoolArray, b: float, A: BoolArray) -> float:
-    """sum_{ij in A} softplus(-z_ij x_ij) / b (SigLIP's loss, divided by the batch as there).
-
-    x: (m, n); P, A: (m, n) bool; b: the divisor.
-    """
-    return float(sigmoid_terms(x, P, A).sum() / b)
-
-
 @np.errstate(all="ignore")
 def gradient_of_sigmoid_logits(x: FloatArray, P: BoolArray, b: float, A: BoolArray) -> FloatArray:
     """G_ij = -z_ij sigma(-z_ij x_ij) / b on admitted pairs and 0 elsewhere; `gradients` takes it from here.
 
-    The arguments are those of `sigmoid_loss`. Returns (m, n).
+    x: (m, n); P, A: (m, n) bool; b: the divisor. Returns (m, n).
     """
     return np.where(A, np.where(P, -sigma(-x), sigma(x)) / b, 0.0)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from contrastile.oracle.general import logits
-from contrastile.oracle.pairs import Pairs, column_target_weights, target_weights
+from contrastile.oracle.pairs import Pairs, target_weights
 
 Floats = npt.NDArray[np.float64]
 GRID = 2.0**-12
@@ -54,7 +54,7 @@ class Problem:
 
     @cached_property
     def y_c(self) -> Floats:
-        return column_target_weights(self.P)
+        return target_weights(self.P.T).T
 
     def moved(self, **changes: Any) -> Problem:
         return replace(self, **changes)
