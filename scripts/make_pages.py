@@ -24,7 +24,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 import page_tables as tables  # noqa: E402
 from page_tables import Data, Row, escaped, table  # noqa: E402
 
-from contrastile.bench import report  # noqa: E402
 from contrastile.cli import COMMANDS  # noqa: E402
 from contrastile.verify import plots  # noqa: E402
 from contrastile.verify.growth import AXES  # noqa: E402
@@ -79,8 +78,8 @@ def cpu(results: Path) -> str:
         f"{facts['cpu']}, {facts['threads']} threads ({facts['cpu_capability']}), torch {facts['torch']}; "
         "float32, symmetric loss, forward and backward, scale 100."
     )
-    lines = ([*report.cells(row), str(len(row["seconds"]["samples"]))] for row in rows)
-    return f"{about}\n\n{table([*report.COLUMNS, 'rounds'], lines, left=(0, 3))}"
+    lines = ([*tables.bench_cells(row), str(len(row["seconds"]["samples"]))] for row in rows)
+    return f"{about}\n\n{table([*tables.COLUMNS, 'rounds'], lines, left=(0, 3))}"
 
 
 def _growth(results: Path) -> list[Row]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
 from contrastile.backends.arrays import FLOATS
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.registry import available, load
-from contrastile.backends.settings import KEEP, WORKSPACE
 from contrastile.bench import report, sweep
 from contrastile.bench.sweep import SweepSettings
 from contrastile.bench.workloads import VARIANTS
@@ -39,16 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--variant", nargs="+", choices=VARIANTS, default=["aligned"], help="ragged: b-1, d-3; ids: false negatives")
     add("--dtype", choices=sorted(FLOATS), default="float32", help="of the features (%(default)s)")
     add("--scale", type=float, default=100.0, help="multiplies the dot products (%(default)s)")
-    add("--workspace", type=int, metavar="MIB", help="for G, of triton and cupy (CONTRASTILE_WORKSPACE_MIB)")
-    add("--keep", type=int, metavar="MIB", help="of exponentials kept, of cupy and torch (CONTRASTILE_KEEP_MIB)")
     add("--repeat", type=int, metavar="N", help="rounds (5, and up to 30 while times vary by 10 %%)")
-    add("--threads", type=int, metavar="N", help="threads of torch (its own choice)")
     add(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to measure (the GPU if torch sees one)"
     )
     add("--budget", type=float, default=300.0, metavar="SECONDS", help="skip what is predicted to take longer in all")
     add("--no-memory", action="store_true", help="time only")
-    add("--wide", action="store_true", help="print every column: quartiles, rates")
     add("--quick", action="store_true", help="small sizes, to see that it works: its speeds mean little")
     add("--json", type=Path, metavar="FILE", help="write the measurements")
     add("--plot", type=Path, metavar="FILE", help="draw time and memory against the batch: .png, .pdf or .svg")
@@ -64,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         CannotRunError: an option is wrong, a file cannot be written, or the sweep was interrupted.
     """
-    for name, least in {"batch": 1, "width": 1, "repeat": 1, "threads": 1, "workspace": 0, "keep": 0}.items():
+    for name, least in {"batch": 1, "width": 1, "repeat": 1}.items():
         given = getattr(args, name)
         for each in given if isinstance(given, list) else [least if given is None else given]:
             within(name, each, least)
@@ -79,9 +73,6 @@ def main(args: argparse.Namespace) -> int:
     if args.device == "cuda" and not gpu:
         raise CannotRunError("--device cuda needs a torch that sees a GPU; run: contrastile doctor")
     chosen = settings(args, "cuda" if gpu else "cpu")
-    for variable, mib in ((WORKSPACE, chosen.workspace), (KEEP, chosen.keep)):
-        if mib is not None:
-            os.environ[variable] = str(mib)
     done, total = 0, sweep.steps(chosen)
     with progress(lines=True) as show:
 
@@ -95,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
         except (ValueError, TypeError, BackendUnavailableError) as error:
             raise CannotRunError(error) from error
     record = found.record()
-    report.show(record, wide=args.wide)
+    report.show(record)
     if args.json:
         write_json(args.json, record)
     if args.plot and any(row.seconds for row in found.rows.values()):
@@ -138,9 +129,6 @@ def settings(args: argparse.Namespace, device: str = "cpu") -> SweepSettings:
         repeat=args.repeat or usual["repeat"],
         most=args.repeat or MORE * usual["repeat"],
         device=device,
-        workspace=args.workspace,
-        keep=args.keep,
-        threads=args.threads,
         budget=args.budget,
         memory=not args.no_memory,
     )

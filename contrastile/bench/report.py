@@ -1,4 +1,4 @@
-"""The record of a sweep as lines, as a table and as a picture."""
+"""The record of a sweep as lines and as a picture."""
 
 from __future__ import annotations
 
@@ -8,45 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from contrastile.bench.peers import PLAIN
-from contrastile.reporting import colored, show_table, wrapped
+from contrastile.reporting import colored, wrapped
 
 _MIB = 2**20
 
 PICTURES = (".png", ".pdf", ".svg")
 """How the name of a picture may end."""
 
-COLUMNS = (
-    *("variant", "b", "d", "implementation", "time s (quartiles)", "GFLOP/s", "of matmul"),
-    *("x plain", "x aligned", "peak MiB", "memory x plain"),
-)
 
-
-def cells(row: dict[str, Any]) -> list[str]:
-    """What stands under ``COLUMNS`` for a measured row of the JSON."""
-
-    def number(name: str, unit: float = 1, digits: str = ".3g") -> str:
-        return "-" if row[name] is None else f"{row[name] / unit:{digits}}"
-
-    time = "{median:.4g} ({lower:.4g} to {upper:.4g})".format(**row["seconds"])
-    size = [row["variant"], f"{row['batch']:,}", str(row["width"]), row["implementation"]]
-    rates = [number("gflops", 1, ",.1f"), number("share_of_matmul", 1, ".0%")]
-    ratios = [number("time_over_plain"), number("time_over_aligned")]
-    return [*size, time, *rates, *ratios, number("peak_extra_bytes", _MIB, ",.2f"), number("memory_over_plain")]
-
-
-def show(record: dict[str, Any], *, wide: bool = False) -> None:
-    """Print where and what was measured, the measurements and what was skipped: a line for each, or every column."""
+def show(record: dict[str, Any]) -> None:
+    """Print where and what was measured, and a line for each measurement or why there is none."""
     facts, settings = record["environment"], record["settings"]
     threads = facts.get("threads") or facts["cores"]
     where = f"{facts['cpu']}, {threads} threads" if facts["device"] == "cpu" else facts["device"]
     print(f"{where}, torch {facts['torch']}" if facts["torch"] else f"{where}, numpy {facts['numpy']}")
     about = f"{settings['dtype']}, scale {settings['scale']:g}, {settings['repeat']} rounds"
     print(f"Symmetric loss, forward and backward; {about}")
-    (_wide if wide else _lines)(record)
-
-
-def _lines(record: dict[str, Any]) -> None:
-    """One line for each implementation, compared with the plain loss."""
     width = max((len(row["implementation"]) for row in record["rows"]), default=0)
     size = None
     for row in record["rows"]:
@@ -91,21 +68,6 @@ def _times(ratio: float, below: str, above: str, same: str) -> str:
     if 0.95 < ratio < 1.05:
         return same
     return colored(f"{1 / ratio:.2g} x {below}", "green") if ratio < 1 else colored(f"{ratio:.2g} x {above}", "yellow")
-
-
-def _wide(record: dict[str, Any]) -> None:
-    """Every column, the checks, and what was skipped."""
-    for each in record["agreements"]:
-        ratio = "not checked" if each["ratio"] is None else f"{each['ratio']:.3g} x its bound"
-        print(f"{each['implementation']} against the oracle at b = {each['rows']}: {ratio} ({each['reason']})")
-    measured = [cells(row) for row in record["rows"] if row["status"] == "measured"]
-    if measured:
-        title = "GFLOP/s of 8 b^2 d; peak memory beyond the inputs"
-        show_table(title, COLUMNS, measured, right=range(4, len(COLUMNS)))
-    names = "variant", "batch", "width", "implementation", "reason"
-    skipped = [[str(row[name] or "") for name in names] for row in record["rows"] if row["status"] == "skip"]
-    if skipped:
-        show_table("Skipped", ("variant", "b", "d", "implementation", "reason"), skipped)
 
 
 def plot(record: dict[str, Any], path: Path) -> None:

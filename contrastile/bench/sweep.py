@@ -63,9 +63,6 @@ class SweepSettings:
     repeat: int = 5
     most: int = 0
     device: str = "cpu"
-    workspace: int | None = None
-    keep: int | None = None
-    threads: int | None = None
     budget: float = 300.0
     memory: bool = True
 
@@ -180,10 +177,6 @@ def run(settings: SweepSettings, advance: Advance) -> Sweep:
         implementations.append(named(PLAIN))
     except ImportError:
         absent[PLAIN] = "needs torch; run: pip install 'contrastile[torch]'"
-    torch = sys.modules.get("torch")
-    if settings.threads is not None and torch is not None:
-        # NumPy's BLAS reads its own variables at start
-        torch.set_num_threads(settings.threads)
     found = Sweep(settings, measurement_environment(settings.device))
     try:
         for made in implementations:
