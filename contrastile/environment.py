@@ -28,7 +28,8 @@ def environment() -> dict[str, Any]:
         "torch": installed_version("torch"),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": _processor(),
-        "cores": _cores(),
+        # those that this process may use
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -117,11 +118,6 @@ def _processor() -> str:
         text = ""
     names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache

@@ -115,28 +115,15 @@ def test_an_output_that_cannot_be_written_is_said_in_one_line(words):
         assert (each.returncode, len(each.stderr.splitlines())) == (2, 1), each.stderr
 
 
-def test_what_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
-    old, new = tmp_path / "old", tmp_path / "new"
+def test_what_can_be_written_is_left_as_it_was_and_what_cannot_is_named(tmp_path: Path) -> None:
+    old, new, pipe = (tmp_path / name for name in ("old", "new", "pipe"))
     old.write_text("kept")
-    assert why_not_writable(None, old, new) is None
-    assert old.read_text() == "kept"
-    assert not new.exists()
-
-
-def test_what_cannot_is_named_with_its_reason(tmp_path: Path) -> None:
-    missing = tmp_path / "missing" / "file"
-    assert why_not_writable(tmp_path / "fine", missing) == f"cannot write {missing}: No such file or directory"
-    assert why_not_writable(tmp_path) == f"cannot write {tmp_path}: Is a directory"
-    under = tmp_path / "file" / "below"
-    (tmp_path / "file").touch()
-    assert why_not_writable(under) == f"cannot write {under}: Not a directory"
-
-
-def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
+    # to open a pipe would wait for a reader, or end what the reader gets
     os.mkfifo(pipe)
-    # opening it would wait for a reader, or end what the reader gets
-    assert why_not_writable(pipe) is None
+    assert why_not_writable(None, old, new, pipe) is None
+    assert (old.read_text(), new.exists()) == ("kept", False)
+    for path, why in ((tmp_path, "Is a directory"), (new / "x", "No such file or directory"), (old / "x", "Not a")):
+        assert (why_not_writable(new, path) or "").startswith(f"cannot write {path}: {why}")
 
 
 @pytest.mark.parametrize("rich", [True, False])

@@ -125,20 +125,3 @@ def test_modules_have_no_state_and_show_their_settings(module: Any) -> None:
     )
     made = contrastile.nn.ClipLoss(ids_are="positives", label_smoothing=0.2)
     assert repr(made) == "ClipLoss(backend='auto', tile=None, ids_are='positives', label_smoothing=0.2)"
-
-
-SETTINGS = {
-    "tile": 0,
-    "backend": "tpu",
-    "precision": "half",
-    "exchange": "star",
-    "parameter_reduction": "max",
-    "group": 7,
-}
-
-
-@MODULES
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings_reach_the_loss(module: Any, name: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"^{name} must be"):
-        module(**{name: SETTINGS[name]})(*leaves(*ARGUMENTS[module]))

@@ -98,7 +98,7 @@ class Calls:
         # to a dict 1, 1.0 and True are one key
         sides = map(type, settings["tile"]) if type(settings.get("tile")) is tuple else ()
         what, stream, kind = (build, *settings.items(), *map(type, settings.values()), *sides), None, "cpu"
-        if steps.on_gpu(args[0]):
+        if getattr(args[0], "is_cuda", False):
             # a graph under capture has its own memory, which is written on replay
             if not is_plain():
                 return None

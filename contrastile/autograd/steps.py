@@ -90,11 +90,6 @@ def _put(x: Any, tensors: Iterator[Tensor]) -> Any:
     return [_put(y, tensors) for y in x] if type(x) in (list, tuple) else x
 
 
-def on_gpu(features: Any) -> bool:
-    """Whether they are a tensor on a GPU."""
-    return bool(getattr(features, "is_cuda", False))
-
-
 class Step(Captured):
     """The graphs of one call signature."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,35 +35,14 @@ class Budget:
 Size = int | Budget
 
 
-class Chunks(ABC):
-    """The chunks of one batch, in order; may be iterated several times.
-
-    Attributes:
-        count: how many there are. A batch without samples has one chunk, without samples.
-    """
-
-    count: int
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[Any]:
-        """The chunks, ``count`` of them."""
-
-    @abstractmethod
-    def tensors(self) -> list[Tensor]:
-        """The tensors that the chunks are cut from, or hold, as far as they are known."""
-
-    def extend(self, count: int) -> None:
-        """Add chunks without samples until there are ``count``."""
-        self.count = count
-
-
-class Sliced(Chunks):
-    """Slices of every tensor of a batch; they are views.
+class Sliced:
+    """Slices of every tensor of a batch; they are views. May be iterated several times.
 
     Attributes:
         batch: what is cut.
         samples: its first dimension.
         size: samples of a chunk.
+        count: how many chunks there are. A batch without samples has one, without samples.
     """
 
     def __init__(self, batch: Any, size: Size) -> None:
@@ -86,12 +64,16 @@ class Sliced(Chunks):
         """Those of the batch."""
         return tensors(self.batch)
 
+    def extend(self, count: int) -> None:
+        """Add chunks without samples until there are ``count``."""
+        self.count = count
+
     def samples_in(self, j: int) -> int:
         """Samples of chunk j."""
         return max(0, min(self.size, self.samples - j * self.size))
 
 
-class Listed(Chunks):
+class Listed:
     """The chunks that a caller's splitter made; dicts and lists are copied, since an encoder may pop from its chunk."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
@@ -120,10 +102,10 @@ class Listed(Chunks):
             )
 
 
-class Zipped(Chunks):
+class Zipped:
     """Chunks of several inputs that one callable takes together: tuples."""
 
-    def __init__(self, parts: Sequence[Chunks]) -> None:
+    def __init__(self, parts: Sequence[Sliced | Listed]) -> None:
         counts = [part.count for part in parts]
         if len(set(counts)) > 1:
             raise ValueError(
@@ -205,7 +187,7 @@ def samples(batch: Any) -> int:
     return lengths[0]
 
 
-def cut(batch: Any, size: Size | None, split: Splitter | None) -> Chunks:
+def cut(batch: Any, size: Size | None, split: Splitter | None) -> Sliced | Listed:
     """The chunks of one input.
 
     Raises:

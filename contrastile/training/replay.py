@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from contrastile.backends.crossing import dtype_name
 from contrastile.backends.staging import Staging
-from contrastile.training.chunks import Chunks, Size, Splitter, Zipped, check_callable, cut, samples
+from contrastile.training.chunks import Size, Splitter, Zipped, check_callable, cut, samples
 from contrastile.training.coupled import warn_of_coupled
 from contrastile.training.graphs import Outside, gradients_of, leaves, outside_of
 from contrastile.training.random_state import Autocast, RandomState, accelerators, float32_at_least
@@ -38,7 +38,7 @@ class _Tower:
     """
 
     encode: Callable[..., Any]
-    chunks: Chunks
+    chunks: Zipped
     states: list[RandomState] = field(default_factory=list)
     rows: list[list[int | None]] = field(default_factory=list)
     learns: list[bool] = field(default_factory=list)
