@@ -196,13 +196,9 @@ def main(arguments: list[str] | None = None) -> int:
     add("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time (%(default)s)")
     add("--limit", type=float, metavar="S", default=540.0, help="seconds within which all must end (%(default)s)")
     add("--out", type=Path, default=ROOT / "out" / "verify-gpu", metavar="DIR", help="records (%(default)s)")
-    add("--list", action="store_true", help="print the commands, and run nothing")
     given = parser.parse_args(arguments)
     out, start = given.out.resolve(), time.monotonic()
     todo = [job for job in jobs(given.examples, given.seed, given.jobs, out) if job.step in given.steps]
-    if given.list:
-        print(*(f"{job.step} {job.name}: {' '.join(job.command)}" for job in todo), sep="\n")
-        return 0
     out.mkdir(parents=True, exist_ok=True)
     one = partial(run, out=out, end=start + given.limit)
     # the kernels before anything else; the mutants' own processes are half of all

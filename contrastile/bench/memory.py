@@ -21,13 +21,6 @@ from unittest import mock
 from contrastile.backends.replay import SETTING
 from contrastile.verify.peak import peak_bytes
 
-COUNTED = {
-    "torch-cpu": "every allocation and release of torch's CPU allocator, replayed; without BLAS workspace",
-    "torch-cuda": "high-water mark of the bytes requested from torch's CUDA caching allocator",
-    "numpy": "tracemalloc: NumPy buffers and Python objects; without BLAS workspace",
-}
-
-
 def peak_extra(call: Callable[[], Any], library: str, device: str) -> int:
     """Peak extra bytes of one call.
 

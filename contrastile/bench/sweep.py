@@ -123,7 +123,6 @@ class Sweep:
         return {
             "environment": self.environment,
             "settings": asdict(self.settings),
-            "counted": memory.COUNTED,
             # a ratio of inf, which JSON lacks, becomes null beside "agrees": false
             "agreements": [
                 {**asdict(x), "ratio": x.ratio if math.isfinite(x.ratio or 0.0) else None, "agrees": x.agrees}
