@@ -21,6 +21,7 @@ from unittest import mock
 from contrastile.backends.replay import SETTING
 from contrastile.verify.peak import peak_bytes
 
+
 def peak_extra(call: Callable[[], Any], library: str, device: str) -> int:
     """Peak extra bytes of one call.
 

@@ -75,14 +75,12 @@ class Measurement:
         reason: why it was not measured, or None.
         seconds: one per round.
         matmul: FLOP/s of the matrix products before and after each sample, averaged.
-        matmul_side: side of those square products.
         peak_bytes: peak extra memory by allocations.
     """
 
     reason: str | None = None
     seconds: list[float] = field(default_factory=list)
     matmul: list[float] = field(default_factory=list)
-    matmul_side: int = 0
     peak_bytes: int | None = None
 
     @property
@@ -151,7 +149,6 @@ class Sweep:
             "steady": row.spread < STEADY,
             "gflops": flops / middle / 1e9,
             "matmul_gflops": [rate / 1e9 for rate in row.matmul],
-            "matmul_side": row.matmul_side,
             "share_of_matmul": statistics.median(flops / t / x for t, x in zip(row.seconds, row.matmul, strict=True)),
             "time_over_plain": row.times_of(plain),
             "time_over_aligned": row.times_of(aligned),
@@ -271,7 +268,6 @@ def _measure(
         for label, taken, rate in samples:
             rows[label].seconds.append(taken)
             rows[label].matmul.append(rate)
-            rows[label].matmul_side = side
             found.order.append(label)
         if done >= settings.repeat and all(rows[label].spread < STEADY for label in steps):
             break

@@ -78,31 +78,6 @@ def test_encoders_may_be_checkpointed_or_compiled(made: Any) -> None:
     assert worst(taken(parameters), expected) <= 1
 
 
-def narrow(function: Callable[..., Tensor], *given: Any) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return function(*given)
-
-
-def test_autocast_around_the_call_is_that_inside_the_encoders_and_the_loss() -> None:
-    """Also in the backward of ``Cached``, which is called outside; and no cached copy of a weight loses a gradient."""
-    towers, inputs = setting(torch.float32)
-    parameters = every_parameter(*towers)
-    torch.manual_seed(0)
-    inside = functools.partial(narrow, contrastile.clip_loss)
-    training.cached_step([functools.partial(narrow, net) for net in towers], tuple(inputs), inside, scale=3.0, chunk=5)
-    expected = taken(parameters)
-    for cached in (False, True):
-        torch.manual_seed(0)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            if not cached:
-                training.cached_step(towers, tuple(inputs), contrastile.clip_loss, scale=3.0, chunk=5)
-            else:
-                value = training.Cached(contrastile.clip_loss, towers, 5)(*inputs, scale=3.0)
-        if cached:
-            value.backward()
-        assert all(torch.equal(x, y) for x, y in zip(taken(parameters), expected, strict=True))
-
-
 def test_the_second_pass_has_a_graph_whoever_calls_it() -> None:
     towers, inputs = setting()
     parameters = every_parameter(*towers)
