@@ -376,11 +376,6 @@ FootprintFunction = Callable[[int, int, int, str, str, Options], Footprint]
 KeepsFunction = Callable[[int, int, str, str, Options], int]
 
 
-def supports_everything(block: Block) -> str | None:
-    """The answer of a backend that refuses nothing beyond its dtypes and devices."""
-    return None
-
-
 def state_dtype(dtype: str) -> str:
     """The dtype of row and column state for features of this dtype."""
     return "float64" if dtype == "float64" else "float32"
@@ -444,7 +439,7 @@ class Backend:
     lse: LseFunction
     gradients: GradientsFunction
     sigmoid: SigmoidFunction
-    supports: Callable[[Block], str | None] = supports_everything
+    supports: Callable[[Block], str | None] = lambda block: None
     state: Callable[[str], str] = state_dtype
     precisions: frozenset[str] = frozenset({"ieee"})
     auto_precision: str = "ieee"
