@@ -39,7 +39,7 @@ EXTRAS = {
 }
 """Optional packages: the extra that brings each, and what it is for."""
 
-SCALE = 100.0
+SCALE, CUDA_TORCH = 100.0, "install a CUDA build of torch"
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
@@ -143,7 +143,8 @@ def _backend(name: str, entry: Known, missing: str | None) -> Finding:
         places = ((dtype, device) for device in ("cpu", "cuda") for dtype in _DTYPES)
         dtype, device = next(x for x in places if implementation.refuses(*x) is None)
         if device == "cuda" and implementation.library == "torch" and not torch_sees_a_gpu():
-            return Finding("backend", name, "no device", "runs on cuda, and torch sees no GPU here", _cuda_torch())
+            remedy = CUDA_TORCH if has_a_gpu() else ""
+            return Finding("backend", name, "no device", "runs on cuda, and torch sees no GPU here", remedy)
         start = time.perf_counter()
         found = agreement.check(implementation, dtype, device, SCALE, rows=agreement.FEW_ROWS)
         taken = time.perf_counter() - start
@@ -192,7 +193,7 @@ def _gpus() -> Iterator[Finding]:
         each = torch.cuda.get_device_properties(i)
         yield Finding("gpu", each.name, "ok", f"{each.total_memory / 2**30:.0f} GiB")
     if not count and has_a_gpu() and find_spec("torch"):
-        yield Finding("gpu", "NVIDIA", "missing", "a driver is installed, but torch sees no GPU", _cuda_torch())
+        yield Finding("gpu", "NVIDIA", "missing", "a driver is installed, but torch sees no GPU", CUDA_TORCH)
 
 
 def _torch_gpus() -> int:
@@ -202,7 +203,3 @@ def _torch_gpus() -> int:
     except (ImportError, OSError):
         return 0
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def _cuda_torch() -> str:
-    return "install a CUDA build of torch" if has_a_gpu() else ""

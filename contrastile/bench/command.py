@@ -24,8 +24,6 @@ from contrastile.reporting import (
 )
 
 QUICK: dict[str, Any] = {"batch": [256, 512], "width": [64], "repeat": 3}
-MORE = 6
-"""Times the usual rounds: so many there are where times vary."""
 USUAL: dict[str, Any] = {"batch": [4096, 8192], "width": [512], "repeat": 5}
 
 
@@ -127,7 +125,8 @@ def settings(args: argparse.Namespace, device: str = "cpu") -> SweepSettings:
         dtype=args.dtype,
         scale=args.scale,
         repeat=args.repeat or usual["repeat"],
-        most=args.repeat or MORE * usual["repeat"],
+        # where times vary
+        most=args.repeat or 6 * usual["repeat"],
         device=device,
         budget=args.budget,
         memory=not args.no_memory,
