@@ -85,18 +85,17 @@ def alone(objective: str, subject: Subject, case: str) -> Comparisons:
             except ValueError:
                 # an interface without this argument
                 continue
-            if each.make is function and loss.claims.library == "torch" and name != CALLS and BATCHES[name].keyword:
-                # other values of this signature first, and again, for it is known from its second call on
-                other = build(name, subject.dtype, loss.claims, loss.facts, 1).arguments
-                other = replace(other, options=here.case.arguments.options)
-                call = prepare(loss, other, subject.dtype, subject.device)
-                call()
-                call()
             fields = here.fields if name != "nan" else ["loss"]
             found = here.run(upstream=UPSTREAM) if name in OPTIONS else here.result
             times = UPSTREAM if name in OPTIONS and found.by_autograd else 1.0
             none = False
             yield f"{loss.name}, {name}", here.compare(found, fields, times)
+            if each.make is function and loss.claims.library == "torch" and name != CALLS and BATCHES[name].keyword:
+                # once more after other values of this signature, which is known from its second call on
+                other = build(name, subject.dtype, loss.claims, loss.facts, 1).arguments
+                other = replace(other, options=here.case.arguments.options)
+                prepare(loss, other, subject.dtype, subject.device)()
+                yield f"{loss.name}, {name}, known", here.compare(here.run(upstream=times), fields, times)
         for name in names:
             held = OF_A_LOSS[name]
             if held.claim(loss.claims) or not asked(case, f"{loss.name}, {name}"):

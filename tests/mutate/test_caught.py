@@ -29,8 +29,11 @@ from contrastile.verify.selection import Selection
 from contrastile.verify.worlds import Threads
 
 RECORD = Path(__file__).resolve().parents[2] / "docs" / "results" / "mutants.json"
-OF_A_PROCESS = ("hangs", "exits-with-0", "leaves-with-0", "dies-by-a-signal", "prints", "all-but-32-rows-refused")
-"""Caught by the process that started theirs, or by the verdict on all rows."""
+OF_A_PROCESS = (
+    *("hangs", "exits-with-0", "leaves-with-0", "dies-by-a-signal", "prints", "all-but-32-rows-refused"),
+    "scale-learns-with-the-rows",
+)
+"""Caught by the process that started theirs, by the verdict on all rows, or in code that torch has registered."""
 OF_THE_PROCESS = "autograd, settings"
 """The check that catches what changes the process, of these tests too."""
 MUTANTS = [
@@ -100,7 +103,7 @@ def checked(mutant: Mutant, **chosen: Any) -> Iterator[Row]:
     add_arguments(parser)
     own = parser.parse_args([*world(mutant), *mutant.checks])
     chosen = chosen or {"cases": own.case, "properties": own.property, "dtypes": own.dtype or ["float32"]}
-    ranks = None if own.world is None else Threads(int(own.world))
+    ranks = None if own.world is None else Threads(int(own.world), per_host=own.per_host)
     return Run(Selection({mutant.backend: load(mutant.backend)}, world=ranks, device="cpu", **chosen)).rows()
 
 
@@ -137,7 +140,7 @@ NAMED = {each.checks: each for each in MUTANTS if each.checks}
 def test_the_correct_code_passes_what_a_mutant_names(mutant: Mutant) -> None:
     rows = list(checked(mutant))
     assert rows
-    assert not [row for row in rows if row["status"] != "pass"]
+    assert not [row for row in rows if row["status"] not in ("pass", "skip")]
 
 
 def test_a_change_of_nothing_is_not_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -381,6 +381,7 @@ _NO_COLUMNS = (("negatives", False), ("positives", False))
 _BARE = (("ids", False), ("options", False))
 _UNIT = (("normalises", True), *_BARE)
 _FIXED = (*_UNIT, ("scale_gradient", False))
+_TALL = (*_FIXED, ("largest_batch", None))
 _PAIRS, _ONE = ("clip_loss", "sigmoid_loss"), ("info_nce",)
 _own = partial(Interface, plain=True)
 _of_any_dtype = partial(_own, any_dtype=True)
@@ -404,7 +405,7 @@ OF_TENSORS = (
     Interface("a dispatch mode", dispatched, ("leaks",), _RETURNED, any_dtype=True),
     Interface("nn", module, (*_AUTOGRAD, "numbers", "interleaved", "threads"), (), _PAIRS),
     Interface("nn in evaluation", partial(module, trains=False), ("leaves",), (), _PAIRS, any_dtype=True),
-    _of_any_dtype("nn of a temperature", of_temperature, ("leaves", "interleaved"), _FIXED, SELF),
+    _of_any_dtype("nn of a temperature", of_temperature, ("leaves", "interleaved"), _TALL, SELF),
     Interface("CoCaLoss", captioned, (), (), ("clip_loss",), any_dtype=True),
 )
 """Of torch tensors alone."""
