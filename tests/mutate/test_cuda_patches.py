@@ -11,7 +11,15 @@ pytest.importorskip("cuda.bindings.nvrtc")
 
 from contrastile.backends.cupy import build
 from contrastile.backends.cupy.configs import kernel_family
-from contrastile.backends.cupy.instances import DROP_LIMITS, PLAIN, TARGET, instance, narrow_kernel, tile_kernel
+from contrastile.backends.cupy.instances import (
+    DROP_LIMITS,
+    PLAIN,
+    TARGET,
+    instance,
+    narrow_kernel,
+    tile_kernel,
+    weighted_kernel,
+)
 from contrastile.mutate.registry import Mutant, every
 
 FAMILY, HOPPER = (kernel_family("float16", capability) for capability in (80, 90))
@@ -27,6 +35,7 @@ KERNELS = {
     "finalize_rows.cu": instance("finalize_rows", "finalize_rows", "float"),
     "fold.cu": instance("fold", "fold_sigmoid"),
     "scale_cast.cu": instance("scale_cast", "scale_cast", "float", "float"),
+    "weighted_sm90.cu": weighted_kernel(HOPPER, across=True),
 }
 """One kernel that holds each file; a source that is not here holds one that has its name."""
 
