@@ -16,7 +16,7 @@ from contrastile.backends.registry import load
 from contrastile.schedules.problem import Problem
 from contrastile.verify.arithmetic import gamma
 from contrastile.verify.bounds import bounds
-from contrastile.verify.cases import build, names
+from contrastile.verify.cases import build
 from contrastile.verify.comparison import GRADIENT, compare, parts
 from contrastile.verify.execution import outcome
 from contrastile.verify.plain import NOISIER, compare_with_plain, plain_outcome
@@ -24,7 +24,6 @@ from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Truth, truth
 
 UPSTREAM = -0.75
-SMALL = [name for name in names() if not name.startswith("wordnet")]
 FLOAT32 = Accuracy(unit=2.0**-24, accumulate_unit=2.0**-24)
 
 FIELDS = ("loss", *GRADIENT)
