@@ -36,6 +36,10 @@ def number(x: float, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.tensor(x, dtype=dtype, requires_grad=True)
 
 
+def leaves(dtype: torch.dtype, rows: int = 11) -> list[Tensor]:
+    return [*(features(rows, seed=seed, dtype=dtype) for seed in (0, 1)), number(14.25, dtype)]
+
+
 def clip(image: Tensor, text: Tensor, scale: Tensor, backend: str) -> Tensor:
     return contrastile.clip_loss(
         image, text, scale, ids=torch.arange(len(image), device=image.device) // 2, backend=backend
@@ -114,19 +118,15 @@ def test_a_scale_that_is_a_number_and_varies_compiles_without_a_graph_break() ->
 
 
 def test_the_default_dtype_is_not_that_of_the_loss() -> None:
-    leaves = features(dtype=torch.float32), features(seed=1, dtype=torch.float32), number(9.0, torch.float32)
-    expected = stepped(clip, *leaves, "torch")
+    inputs = leaves(torch.float32)
+    expected = stepped(clip, *inputs, "torch")
     torch.set_default_dtype(torch.float64)
     try:
-        found = stepped(clip, *leaves, "torch")
+        found = stepped(clip, *inputs, "torch")
     finally:
         torch.set_default_dtype(torch.float32)
     assert found[0].dtype == torch.float32
     assert all(map(torch.equal, found, expected))
-
-
-def leaf(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return features(rows, seed=seed, dtype=dtype).detach().requires_grad_()
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -137,7 +137,11 @@ def same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_dtypes_that_differ_meet_in_autocast_s(loss: Loss) -> None:
-    image, text, scale = leaf(23, 0), leaf(23, 1, torch.bfloat16), number(50.0, torch.float32)
+    image, text, scale = (
+        features(dtype=torch.float32),
+        features(seed=1, dtype=torch.bfloat16),
+        number(50.0, torch.float32),
+    )
     if loss.__name__ != "sup_con":  # which is given one matrix, joined by the test
         with pytest.raises(TypeError, match="must have the same dtype, got float32 and bfloat16"):
             loss(image, text, scale, "torch")
@@ -150,7 +154,7 @@ def test_dtypes_that_differ_meet_in_autocast_s(loss: Loss) -> None:
 
 
 def test_autocast_of_another_kind_of_device_says_nothing_about_these(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = [leaf(23, 0), leaf(23, 1), number(14.3, torch.float32)]
+    inputs = leaves(torch.float32)
     expected = clip(*inputs, "torch")
     # torch.autocast("cuda") itself turns off where there is no GPU
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
@@ -160,7 +164,7 @@ def test_autocast_of_another_kind_of_device_says_nothing_about_these(monkeypatch
 @pytest.mark.usefixtures("primitives")
 @pytest.mark.parametrize("loss", [clip, sigmoid])
 def test_one_graph_holds_the_cast_and_no_grad_gives_the_same_value(loss: Loss) -> None:
-    inputs, scale = [leaf(23, 0), leaf(23, 1)], number(14.3, torch.float32)
+    *inputs, scale = leaves(torch.float32)
 
     def inside(*x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -190,7 +194,10 @@ def test_ranks_agree_on_the_dtype_that_autocast_gives_them(loss: Any, exchange: 
 
     def program(comm: InProcess, autocast: bool) -> list[Tensor]:
         kind = dtypes[comm.rank] if autocast else torch.bfloat16
-        own = [leaf(4, seed).detach().to(kind).requires_grad_() for seed in (comm.rank, comm.rank + 5)]
+        own = [
+            features(4, seed=seed, dtype=torch.float32).detach().to(kind).requires_grad_()
+            for seed in (comm.rank, comm.rank + 5)
+        ]
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             value = names[loss](*own, 20.0, group=comm, exchange=exchange)
         return [value.detach(), *gradients(value, *own)]
@@ -221,11 +228,6 @@ class Graphs:
     def operators(self) -> list[str]:
         calls = [node.target for graph in self.found for node in graph.graph.nodes if node.op == "call_function"]
         return [str(call) for call in calls if getattr(call, "namespace", "") == "contrastile"]
-
-
-def leaves(dtype: torch.dtype, rows: int = 11) -> list[Tensor]:
-    matrices = (features(rows, seed=seed, dtype=dtype).detach().requires_grad_() for seed in (0, 1))
-    return [*matrices, number(14.25, dtype)]
 
 
 @pytest.mark.usefixtures("primitives")

@@ -39,28 +39,6 @@ def test_what_has_collapsed_or_is_nan_ranks_last() -> None:
         assert retrieval.ranks(rows, same, tile=TILE).tolist() == [M - 1] * M
 
 
-def stated_negatives(x: Tensor, positives: Tensor, out: Tensor, k: int, skip: int) -> list[list[int]]:
-    found = []
-    for i, p in enumerate(positives.tolist()):
-        most = min(2.0, float(x[i, p]) - 1.0, float(x[i, p] - 0.5 * x[i, p].abs()))
-        fits = [j for j in range(N) if j != p and not out[i, j] and -4.0 <= x[i, j] <= most]
-        nearest = sorted(fits, key=lambda j: (-float(x[i, j]), j))[skip : skip + k]
-        found.append(nearest + [-1] * (k - len(nearest)))
-    return found
-
-
-@pytest.mark.parametrize(("k", "skip"), [(3, 0), (6, 2), (N, 1)])
-def test_hard_negatives(k: int, skip: int) -> None:
-    rows, columns, positives, row_ids, column_ids = drawn(seed=1)
-    x, alike = rows @ columns.T, row_ids[:, None] == column_ids
-    limits: Any = {"min_score": -4.0, "max_score": 2.0, "absolute_margin": 1.0, "relative_margin": 0.5}
-    named: Any = {"positives": positives, "row_ids": row_ids, "column_ids": column_ids, "tile": TILE}
-    found = retrieval.mine_hard_negatives(rows, columns, k, range_min=skip, **limits, **named)
-    assert found.tolist() == stated_negatives(x, positives, alike, k, skip)
-    assert (found == -1).any()
-    assert (found >= 0).any()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_ranks_of_a_group_see_all_columns(size: int, dtype: torch.dtype) -> None:

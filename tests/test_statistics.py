@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -47,16 +46,3 @@ def test_a_gradient_cache_takes_a_loss_of_the_user_s_own() -> None:
     scale, inputs = SCALE.clone().requires_grad_(), (torch.arange(M), torch.arange(N))
     value = training.cached_step(tuple(towers), inputs, loss, scale=scale, chunk=5)
     assert all(map(torch.equal, [value, *(x.weight.grad for x in towers), scale.grad], stepped()))
-
-
-@pytest.mark.parametrize("outside", [-2, 5])
-def test_a_positive_out_of_range_makes_everything_nan_where_values_are_not_read(outside: int) -> None:
-    rows, columns = torch.randn(5, 4), torch.randn(5, 4)
-    positives = torch.tensor([0, 1, 2, 3, outside])
-
-    def loss(x: Tensor, scale: Tensor) -> Tensor:
-        found = contrastile.statistics(x, columns, scale, positives=positives).rows
-        return torch.nn.functional.softplus(found.negatives - found.positives).sum()
-
-    found = torch.func.grad(loss, argnums=(0, 1))(rows, torch.tensor(3.0))
-    assert all(x.isnan().all() for x in found)

@@ -285,10 +285,10 @@ def _search(batch: Batch) -> _Held:
     other[each, positives] = False
     beats = x >= own[:, None]
     nearest = np.argsort(-x, axis=1, kind="stable")
-    fits = other & (x <= np.minimum(own + 1, own - np.abs(own) / 2)[:, None])
+    fits = other & (x <= np.minimum(own + 1, own - np.abs(own) / 2)[:, None]) & (x >= -1) & (x <= 3)
     mined = [[j for j in row if fits[i, j]][2:5] for i, row in enumerate(nearest)]
     ids: Any = {"row_ids": torch.from_numpy(of_rows), "column_ids": torch.from_numpy(of_columns)}
-    limits: Any = {"range_min": 2, "absolute_margin": -1.0, "relative_margin": 0.5}
+    limits: Any = {"range_min": 2, "absolute_margin": -1.0, "relative_margin": 0.5, "min_score": -1.0, "max_score": 3.0}
     # kernels, where there are some, take 16 bits and have tiles of their own
     half: Any = [y.half() for y in given]
     for (q, k), tile in ((given, 7), (given, None), (half, None)):

@@ -15,8 +15,8 @@ from contrastile.backends.contract import Accuracy, Options
 from contrastile.backends.registry import load
 from contrastile.schedules.problem import Problem
 from contrastile.verify.arithmetic import gamma
-from contrastile.verify.bounds import ORACLE, bounds
-from contrastile.verify.cases import build, names
+from contrastile.verify.bounds import bounds
+from contrastile.verify.cases import build
 from contrastile.verify.comparison import GRADIENT, compare, parts
 from contrastile.verify.execution import outcome
 from contrastile.verify.plain import NOISIER, compare_with_plain, plain_outcome
@@ -24,7 +24,6 @@ from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Truth, truth
 
 UPSTREAM = -0.75
-SMALL = [name for name in names() if not name.startswith("wordnet")]
 FLOAT32 = Accuracy(unit=2.0**-24, accumulate_unit=2.0**-24)
 
 FIELDS = ("loss", *GRADIENT)
@@ -100,20 +99,6 @@ def test_a_loss_of_the_statistics_is_within_its_bounds_and_one_of_other_bars_is_
     assert found == [True, False, True]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("name", SMALL)
-def test_bounds_have_the_shapes_of_the_truth_and_no_nan(name: str, dtype: str) -> None:
-    found, exact = case(name, dtype)
-    facts = ORACLE if dtype == "float64" else FLOAT32
-    limit = dict(parts(bounds(found, exact, facts, dtype, UPSTREAM), EVERY))
-    for field, value in parts(exact.outcome, EVERY):
-        assert (limit[field] is None) == (value is None)
-        if value is not None:
-            assert limit[field].shape == value.shape
-            assert np.all(limit[field] >= 0)
-            assert np.all(limit[field][~np.isfinite(value)] == 0)
-
-
 def _larger(**facts: float) -> Accuracy:
     return replace(FLOAT32, **facts)
 
@@ -167,25 +152,14 @@ def test_positives_inside_the_log_sum_exps_need_wider_bounds(name: str) -> None:
     assert inside.ratio < 1 < separate.ratio
 
 
-def test_the_upstream_gradient_scales_the_gradients_bounds_and_not_the_values() -> None:
-    found, _ = case("ragged", "float32")
+@pytest.mark.parametrize("name", ["ragged", "zero-rows"])
+def test_the_upstream_gradient_scales_the_gradients_bounds_and_not_the_values(name: str) -> None:
+    found, _ = case(name, "float32")
     once = bounds(found, truth(found), FLOAT32, "float32")
     four = bounds(found, truth(found, 4.0), FLOAT32, "float32", 4.0)
     assert once.loss == four.loss
     # all but the absolute underflow terms are linear, and those are far below one rounding here
     assert np.all(np.abs(four.rows - 4 * once.rows) <= 2.0**-40 * four.rows)
-
-
-FINITE = [name for name in names() if not name.startswith(("wordnet", "nan", "inf"))]
-
-
-@pytest.mark.parametrize("name", FINITE)
-def test_the_plain_computation_is_no_noisier_than_itself(name: str) -> None:
-    problem = build(name, "float32")
-    exact = truth(problem)
-    got = plain_outcome(problem, exact, FLOAT32, "float32")
-    # two roundings of the ratio itself
-    assert compare_with_plain(problem, exact, got, FLOAT32, "float32").ratio * NOISIER["cpu"] <= 1 + 2.0**-51
 
 
 @pytest.mark.parametrize("field", ["loss", "rows", "scale"])

@@ -2,7 +2,6 @@
 
 import functools
 
-import numpy as np
 import plain_losses
 import pytest
 import torch
@@ -12,9 +11,7 @@ from torch.nn import functional
 import contrastile
 from contrastile.verify.losses import Claims, Loss, check
 from contrastile.verify.losses.allowed import rounded_once
-from contrastile.verify.losses.cases import BATCHES, build, concerns
-from contrastile.verify.losses.claims import KEYWORDS
-from contrastile.verify.losses.claims import OBJECTIVES as OBJECTIVE_NAMES
+from contrastile.verify.losses.cases import build
 from contrastile.verify.losses.properties import ONE_CALL
 
 FEW = ("ragged", "certain", "opposite", "scale-0", "nan")
@@ -206,18 +203,6 @@ def test_a_class_that_takes_its_rank_is_made_and_claims_ranks():
 def test_claims_that_nobody_can_make_are_refused(claims, says):
     with pytest.raises((TypeError, ValueError), match=says):
         Claims.of(claims)
-
-
-def test_every_case_says_what_it_catches_and_is_drawn_the_same_way_twice():
-    for name, batch in BATCHES.items():
-        assert batch.about
-        objective = next(x for x in OBJECTIVE_NAMES if concerns(name, "value", None, x))
-        claims = Claims(objective=objective, **{key: objective in of for key, of in KEYWORDS.items()})
-        first, second = (build.__wrapped__(name, "float32", claims) for _ in range(2))
-        for a, b in zip(first.arguments.features, second.arguments.features, strict=True):
-            np.testing.assert_array_equal(a, b)
-            assert a.shape[1] == batch.width
-        assert first.arguments.features[0].shape[0] == batch.rows
 
 
 def test_cases_are_equal_where_the_same_is_right():
