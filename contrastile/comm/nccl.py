@@ -90,7 +90,6 @@ class NCCL:
         self._check("a message", max(codes) or code)
 
     def abort(self, communicator: int) -> None:
-        """End a communicator and what it has under way."""
         self._check("ncclCommAbort", self._nccl.ncclCommAbort(c_void_p(communicator)))
 
 

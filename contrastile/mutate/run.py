@@ -284,6 +284,5 @@ def _result(mutant: Mutant, status: Status, *, reason: str, problems: int = 0) -
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kill a run and every process that it started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -257,7 +257,6 @@ class Handshake:
 
 @lru_cache(maxsize=64)
 def _digest(agreed: tuple[tuple[str, Any], ...]) -> int:
-    """A hash of what the ranks must have in common."""
     digest = hashlib.sha256(json.dumps(dict(agreed), sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 

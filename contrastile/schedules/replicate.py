@@ -21,7 +21,6 @@ from contrastile.schedules.sums import gathered, mean, phase, placed
 
 
 def applies(problem: Problem) -> bool:
-    """Whether a problem is to be replicated."""
     return problem.placement is not None and problem.placement.exchange == "replicate"
 
 

@@ -87,7 +87,6 @@ def peak_memory(subject: Subject, case: str) -> Comparisons:
 
 
 def repeated(step: Callable[[], object], times: int) -> None:
-    """Run a step so many times."""
     for _ in range(times):
         step()
 

@@ -90,14 +90,6 @@ def options(trial: Trial) -> Comparisons:
             yield "keep 0", wrong("something is kept") if replace(trial, subject=subject).keeps else NOTHING
 
 
-def permutation(trial: Trial) -> Comparisons:
-    """Any order of rows and columns gives the oracle's results."""
-    trial.only_small()
-    random = trial.random()
-    sizes = len(trial.problem.rows), sum(rearrange.sizes(trial.problem))
-    yield "", trial.subject.compare(rearrange.permuted(trial.problem, *map(random.permutation, sizes)))
-
-
 def shift(trial: Trial) -> Comparisons:
     """With a number added to every logit, the log-sum-exps and the gradients are the oracle's."""
     trial.only_small()
@@ -311,7 +303,6 @@ _EVERY_CASE = (
     plain,
     tiles,
     options,
-    permutation,
     shift,
     split_merge,
     duplicates,

@@ -128,7 +128,6 @@ class Share(Parts):
     shards: Shards
 
     def part(self, rank: int) -> Arguments:
-        """What a rank passes."""
         given, own, order = self.case.arguments, self.rows(rank), self.order()
         keywords: dict[str, Any] = {}
         for name, x in given.keywords.items():

@@ -87,7 +87,6 @@ def _against(draw: Draw, b: int, d: int) -> Pairs:
 
 
 def _rising(draw: Draw, b: int, d: int) -> Pairs:
-    """Logits rise along the columns."""
     rows, columns = draw.standard_normal((b, d)) / 4, draw.standard_normal((b, d)) / 4
     rows[:, 0], columns[:, 0] = 1.0, 3.0 * np.arange(b)
     return rows, columns / np.linalg.norm(columns, axis=1).max()
@@ -137,7 +136,6 @@ def _blocks(draw: Draw, given: Arguments) -> Arguments:
 
 
 def _few_keys(draw: Draw, given: Arguments) -> Arguments:
-    """Fewer keys than queries."""
     query, key = given.features
     few = len(key) // 5 + 1
     return _with(replace(given, features=(query, key[:few])), positives=draw.integers(0, few, len(query)))
@@ -384,7 +382,6 @@ class LossCase(ByContent):
 
     @property
     def oracle(self) -> Truth:
-        """Its truth."""
         return truth(self.problem)
 
 

@@ -101,7 +101,6 @@ class Ranks:
     loss: Loss
 
     def check(self, name: str, ranks: int, fields: tuple[str, ...]) -> Comparisons:
-        """Compare the fields of one case on so many ranks."""
         case, shards = shared(name, self.loss.claims, ranks)
         results = self._results[ranks]
         if isinstance(results, str):
@@ -219,7 +218,6 @@ def _world(given: tuple[Any, ...], size: int, folder: Path) -> dict[str, Result]
 
 
 def _rank(rank: int, given: tuple[Any, ...], size: int, folder: Path) -> None:
-    """One rank, from its fork to its end."""
     import torch.distributed as dist
 
     pickled, name, claims = given

@@ -58,7 +58,6 @@ class LossSelection:
         return Check(loss.name, name, case, dtype, compare, given, **more)
 
     def __iter__(self) -> Iterator[Check]:
-        """All checks, in a fixed order."""
         for loss in self.losses:
             if self.device not in loss.claims.devices:
                 yield self._check(loss, "all", reason=f"the device {self.device}")
