@@ -233,7 +233,8 @@ def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...
     if backend.keeps is not None and not around:
         most = backend.keeps(b, n, dtype, setup.device, Options(precision=backend.auto_precision))
     kept = [Item("kept exponentials", most, "see keep=")] if most else []
-    alive, arriving = [*kept], list[Item]()
+    alive = [*kept]
+    arriving: list[Item] = []
     if exchange == "ring":
         alive += [
             Item("shards", min(2, g - 1) * b * d * item, "columns of other ranks, here and arriving"),
@@ -266,7 +267,8 @@ def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...
         ]
     forward = [*kept, Item("workspace", taken.lse, f"of {backend.name}, forward"), numbers]
     at_once: list[Sequence[Item]] = [forward, *([*alive, *moment, numbers] for moment in moments)]
-    return tuple(max(at_once, key=total))
+    peak = max(at_once, key=total)
+    return tuple(peak)
 
 
 def _footprint(setup: Setup, backend: Backend, m: int, n: int) -> Footprint:

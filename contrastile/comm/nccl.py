@@ -137,15 +137,7 @@ def channel(group: PointToPoint, like: Array) -> Channel | None:
 
 @dataclass(slots=True, eq=False)
 class NCCLChannel:
-    """Arrays on GPUs, all of a message in one NCCL group call.
-
-    Attributes:
-        nccl: its calls.
-        communicator: between the ranks.
-        gpu: this rank's.
-        stream: where the transfers run.
-        watchdog: raises where the host may, and ends the process where it cannot.
-    """
+    """Arrays on GPUs, all of a message in one NCCL group call."""
 
     nccl: NCCL
     communicator: int

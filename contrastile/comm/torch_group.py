@@ -154,14 +154,7 @@ def _below(store: Any, name: str) -> Any:
 
 @dataclass(slots=True, eq=False)
 class GlooChannel:
-    """Bytes on the host, by gloo's messages between pairs.
-
-    Attributes:
-        engine: gloo, over these ranks.
-        rank: this rank's number.
-        size: the number of ranks.
-        store: where ranks that give up leave a notice.
-    """
+    """Bytes on the host, by gloo's messages between pairs."""
 
     engine: Any
     rank: int

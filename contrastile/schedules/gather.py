@@ -7,7 +7,7 @@ pass over the tiles serves both directions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from contrastile.backends import objectives
@@ -43,11 +43,6 @@ def _block(problem: Problem, arrays: ArrayLibrary, kept: Array | None = None) ->
 @local.ieee
 def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows and columns.
-
-    Args:
-        problem: this rank's part of it.
-        work: computes its blocks.
-        wanted: see ``local.forward``.
 
     Raises:
         UnsupportedProblemError: the backend refuses a block.
@@ -146,15 +141,6 @@ def backward(
     return local.Gradients(rest.rows if row_gradient is None else row_gradient, rest.columns, scale, None)
 
 
-def _added_up(arrived: Mapping[int, Array], me: int, own: Array) -> Array:
-    """The sum of what arrived and of this rank's own, in the order of the ranks, in memory of what arrived."""
-    parts = {**arrived, me: own}
-    # the first or second part is not needed once it has been added
-    into = arrived[1 if me == 0 else 0]
-    buffers.add_up([parts[r] for r in sorted(parts)], into)
-    return into
-
-
 def _returned(
     placement: Placement,
     arrays: ArrayLibrary,
@@ -175,8 +161,10 @@ def _returned(
     for r in others:
         incoming[r].insert(0, arriving[r])
     placement.communicator.exchange(outgoing, incoming).wait()
-    sums = by_block(placement, _added_up(arriving, me, parts[me]), wants)
-    return sums, [arrays.total(x) for x in totals]
+    # into what arrived first or second, which is not needed once it has been added
+    into = arriving[1 if me == 0 else 0]
+    buffers.add_up([parts[r] if r == me else arriving[r] for r in range(n)], into)
+    return by_block(placement, into, wants), [arrays.total(x) for x in totals]
 
 
 def by_block(placement: Placement, own: Array | None, wants: tuple[bool, ...]) -> tuple[Array | None, ...]:

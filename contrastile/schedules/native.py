@@ -14,12 +14,7 @@ from contrastile.schedules.problem import Problem, convert
 
 @contextmanager
 def native(problem: Problem, source: ArrayLibrary, backend: Backend) -> Iterator[Problem]:
-    """The problem in the backend's library; results are moved back before it closes.
-
-    Args:
-        problem: in the caller's library.
-        source: the caller's library.
-        backend: that will compute it.
+    """The caller's problem in the backend's library; results are moved back before it closes.
 
     Raises:
         UnsupportedProblemError: the backend does not run where the features are.

@@ -29,10 +29,6 @@ def replicated(problem: Problem, arrays: ArrayLibrary) -> Problem:
 
     The scale and the bias, where they lie on a device, are compared: see ``scalars.checked``.
 
-    Args:
-        problem: this rank's part.
-        arrays: the library of its arrays.
-
     Raises:
         ExchangeError: a rank did not answer within the deadline.
     """

@@ -340,15 +340,7 @@ BATCHES = {
 
 @dataclass(frozen=True, eq=False)
 class LossCase(ByContent):
-    """A case of an objective. Cases are equal where their truth and its bounds are, however a loss is called.
-
-    Attributes:
-        batch: the pairs it is made of.
-        dtype: the features'.
-        arguments: what the loss is called with.
-        claims: the loss's.
-        facts: the backend's, see ``Loss.facts``.
-    """
+    """A case of an objective. Cases are equal where their truth and its bounds are, however a loss is called."""
 
     batch: Batch
     dtype: str

@@ -438,10 +438,6 @@ OF_INTEGRATIONS = (
 _ARRAYS_OF = {"numpy": "NumPy arrays", "torch": "torch tensors"}
 
 
-def installed(each: Interface) -> bool:
-    return not each.name.endswith("RankingLoss") or importlib.util.find_spec("sentence_transformers") is not None
-
-
 def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Loss, tuple[str, ...]]]:
     """The interfaces of a public loss, as losses with the properties that each is held to."""
     library, whole = subject.backend.arrays.name, subject.label == "float32"
@@ -453,7 +449,9 @@ def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Lo
     if library == "torch":
         groups.append((library, OF_TENSORS))
         if subject.label in ("float32", "float64"):
-            groups.insert(0, (library, (*OF_TRAINING, *(x for x in OF_INTEGRATIONS if installed(x)))))
+            rankings = importlib.util.find_spec("sentence_transformers") is not None
+            there = [x for x in OF_INTEGRATIONS if rankings or not x.name.endswith("RankingLoss")]
+            groups.insert(0, (library, (*OF_TRAINING, *there)))
     # those of NumPy arrays are slow, and nothing above the backend is theirs alone
     once: tuple[str, ...] = () if library == "numpy" else _ONCE
     for of, group in reversed(groups):

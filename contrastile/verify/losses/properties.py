@@ -45,13 +45,7 @@ class LossProperty(Property):
 
 @dataclass(frozen=True)
 class LossTrial:
-    """A loss on a case. The result that several properties need is computed once.
-
-    Attributes:
-        loss: the loss under test.
-        case: the case, made for its claims.
-        device: kind of device.
-    """
+    """A loss on a case. The result that several properties need is computed once."""
 
     loss: Loss
     case: LossCase

@@ -92,11 +92,7 @@ def missing(claims: Claims) -> str:
 
 @dataclass
 class Ranks:
-    """The ranks of a loss, which are started once, when the first result is asked for.
-
-    Attributes:
-        loss: the loss under test.
-    """
+    """The ranks of a loss, which are started once, when the first result is asked for."""
 
     loss: Loss
 

@@ -197,9 +197,6 @@ class Call:
         return np.array(self.loss.arrays.to_numpy(x), dtype=np.float64)
 
 
-Numbers = Callable[[float], Any]
-
-
 def prepare(
     loss: Loss,
     given: Arguments,
@@ -208,7 +205,7 @@ def prepare(
     *,
     train: Sequence[bool] | None = None,
     layout: Callable[[Array], Array] | None = None,
-    number: Numbers | None = None,
+    number: Callable[[float], Any] | None = None,
     integers: str = "int64",
     step: int = 1,
 ) -> Call:
