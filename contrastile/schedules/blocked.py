@@ -293,7 +293,8 @@ def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None =
         _merge(arrays, rows, staged.row, found.rows)
         if found.columns is not None:
             _merge(arrays, columns, staged.column, found.columns)
-    mine, *over = (_joined(arrays, side) for side in ((rows, columns) if two_sided else (rows,)))
+    sides = (rows, columns) if two_sided else (rows,)
+    mine, *over = (local.joined(arrays, [side[k] for k in sorted(side)]) for side in sides)
     mine = local.merged(arrays, [*problem.beside, mine])
     loss = local.loss(problem, arrays, arrays.dtype(problem.scale), mine, *over)
     return local.Forward(loss, mine[:2], over[0][:2] if over else None)
@@ -302,10 +303,6 @@ def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None =
 def _merge(arrays: ArrayLibrary, into: dict[int, SideStatistics], number: int, found: SideStatistics) -> None:
     known = [into[number]] if number in into else []
     into[number] = local.merged(arrays, [*known, found])
-
-
-def _joined(arrays: ArrayLibrary, parts: dict[int, SideStatistics]) -> SideStatistics:
-    return local.joined(arrays, [parts[k] for k in sorted(parts)])
 
 
 @local.ieee

@@ -73,13 +73,8 @@ def _over_columns(
     """The loss of all ranks, N and P of this rank's columns, and ``local.Forward.global_columns``.
 
     Every rank receives what every rank's rows give every column, and merges it itself: few bytes beside the columns'
-    features, and one message fewer than if each column's owner merged its own and sent the result.
-
-    Args:
-        problem: this rank's part.
-        arrays: the library of all these arrays.
-        rows: of this rank's.
-        state: (N,) each, the statistics of all columns over this rank's rows.
+    features, and one message fewer than if each column's owner merged its own and sent the result. ``state`` are the
+    statistics of all columns over this rank's rows, (N,) each.
     """
     placement = placed(problem)
     n, widths = placement.size, placement.shards.widths

@@ -37,14 +37,7 @@ def native(problem: Problem, source: ArrayLibrary, backend: Backend) -> Iterator
 
 
 def returned(found: Gradients, problem: Problem, source: ArrayLibrary, target: ArrayLibrary) -> Gradients:
-    """Gradients in the caller's library.
-
-    Args:
-        found: in the backend's.
-        problem: in the caller's, whose dtypes they get.
-        source: the backend's library.
-        target: the caller's.
-    """
+    """Gradients moved from the backend's library to the caller's, with the dtypes of the caller's problem."""
     if source.name == target.name:
         return found
     features, number = target.dtype(problem.rows), target.dtype(problem.scale)

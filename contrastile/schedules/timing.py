@@ -60,15 +60,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """What every rank has.
-
-    Attributes:
-        hosts: how many there are.
-        per_host: ranks of each.
-        rows: pairs of a rank.
-        width: features of each.
-        itemsize: bytes of one.
-    """
+    """What every rank has: ``rows`` pairs, of ``width`` features of ``itemsize`` bytes each."""
 
     hosts: int
     per_host: int

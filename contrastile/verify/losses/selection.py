@@ -98,7 +98,7 @@ class LossSelection:
         if missing:
             yield self._check(loss, "all", case="shards", reason=missing)
             return
-        dtype, started = ranks.dtype_of(loss.claims), ranks.Ranks(loss)
+        dtype = ranks.dtype_of(loss.claims)
         if dtype not in self.dtypes:
             return
         for size in loss.claims.ranks:
@@ -113,7 +113,7 @@ class LossSelection:
                     if what:
                         yield self._check(loss, dtype, name, case, reason=what, world=size)
                         continue
-                    compare = partial(started.check, case, size, ranks.DISTRIBUTED[name][0])
+                    compare = partial(ranks.check, loss, case, size, ranks.DISTRIBUTED[name][0])
                     yield self._check(loss, dtype, name, case, compare, world=size)
 
 
