@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from contrastile.backends.arrays import FLOATS, ITEMSIZE
@@ -376,19 +376,9 @@ def main(args: argparse.Namespace) -> int:
             if (given := getattr(args, option)) is not None:
                 within(option.replace("_", "-"), given, least, most)
         memory = _memory(args.device) if args.memory_gib is None else args.memory_gib
-        names = (
-            "batch",
-            "dim",
-            "gpus",
-            "dtype",
-            "encoder_mib_per_sample",
-            "model_gib",
-            "backend",
-            "device",
-            "per_host",
-        )
         machine = Machine(**{name: getattr(args, name) for name in _MACHINE})
-        setup = Setup(memory_gib=memory, machine=machine, **{name: getattr(args, name) for name in names})
+        known = {each.name: getattr(args, each.name) for each in fields(Setup) if each.name != "machine"}
+        setup = Setup(**known | {"memory_gib": memory, "machine": machine})
         found = capacity(setup)
         if args.json:
             best, whole = found.best, {"setup": asdict(setup), **asdict(found), "loss_bytes": total(found.loss)}

@@ -32,7 +32,7 @@ SAID = {
         ("--property ring", "known are value, "),
         *((f"--world {x}", f"--world must be 1..8, mpi or torch, got '{x}'") for x in ("0", "9", "ring")),
         ("--world torch", "--world torch runs under torchrun; run: torchrun --nproc-per-node 4 -m contrastile"),
-        ("--world 2 --property permutation", "known are ring, two-level, gather,"),
+        ("--world 2 --property shift", "known are ring, two-level, gather,"),
         ("--world 2 --case drawn", "known are smoke,"),
         ("--world 2 --case sharded:rows=1", "as a failure prints it"),
         ("--loss contrastile.losses:nothing", "contrastile.losses:nothing"),

@@ -89,7 +89,6 @@ class InProcessGroup(Generic[T]):
         return results
 
     def send(self, source: int, target: int, number: int, message: Message) -> Message:
-        """Leave a message for another rank."""
         self._mailbox[(source, target, number)] = message
         self._progress()
         return message
@@ -109,7 +108,6 @@ class InProcessGroup(Generic[T]):
         return message
 
     def check(self) -> None:
-        """Raise ExchangeError if ranks have been found at different calls."""
         if self.failure is not None:
             raise ExchangeError(f"this group can carry nothing more: {self.failure}")
 
@@ -198,8 +196,6 @@ class InProcess(Communicator):
 
 @dataclass(slots=True)
 class _Posted:
-    """A message of one rank to and from several."""
-
     communicator: InProcess
     number: int
     sent: list[tuple[int, Message]]

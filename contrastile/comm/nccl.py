@@ -90,7 +90,6 @@ class NCCL:
         self._check("a message", max(codes) or code)
 
     def abort(self, communicator: int) -> None:
-        """End a communicator and what it has under way."""
         self._check("ncclCommAbort", self._nccl.ncclCommAbort(c_void_p(communicator)))
 
 
@@ -138,15 +137,7 @@ def channel(group: PointToPoint, like: Array) -> Channel | None:
 
 @dataclass(slots=True, eq=False)
 class NCCLChannel:
-    """Arrays on GPUs, all of a message in one NCCL group call.
-
-    Attributes:
-        nccl: its calls.
-        communicator: between the ranks.
-        gpu: this rank's.
-        stream: where the transfers run.
-        watchdog: raises where the host may, and ends the process where it cannot.
-    """
+    """Arrays on GPUs, all of a message in one NCCL group call."""
 
     nccl: NCCL
     communicator: int

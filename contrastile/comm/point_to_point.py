@@ -35,9 +35,7 @@ class Channel(Protocol):
     """Carries arrays between pairs of ranks, in order; a channel of the host carries vectors of bytes."""
 
     @property
-    def name(self) -> str:
-        """The engine's name."""
-        ...
+    def name(self) -> str: ...
 
     def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> Pending:
         """Send and receive by rank; never this rank's own, never an array of size 0.
@@ -54,9 +52,7 @@ class Channel(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Release what it holds."""
-        ...
+    def close(self) -> None: ...
 
 
 class HostChannel(Channel, Protocol):
@@ -144,8 +140,6 @@ class PointToPoint(Communicator):
 
 @dataclass(slots=True)
 class _Received:
-    """A message of a channel, and what this rank does once it is there."""
-
     pending: Pending
     arrived: Callable[[], None]
 

@@ -149,20 +149,12 @@ def _store(name: str, rank: int, deadline: float) -> Any:
 
 
 def _below(store: Any, name: str) -> Any:
-    """The store with names of its own."""
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True, eq=False)
 class GlooChannel:
-    """Bytes on the host, by gloo's messages between pairs.
-
-    Attributes:
-        engine: gloo, over these ranks.
-        rank: this rank's number.
-        size: the number of ranks.
-        store: where ranks that give up leave a notice.
-    """
+    """Bytes on the host, by gloo's messages between pairs."""
 
     engine: Any
     rank: int
@@ -191,20 +183,17 @@ class GlooChannel:
         end = time.monotonic() + seconds
 
         def ask() -> None:
-            self.store.set(f"gone/{self.rank}", notice.encode())
-            while len(heard) < self.size - 1 and time.monotonic() < end:
-                for other in range(self.size):
-                    if other != self.rank and other not in heard and self.store.check([f"gone/{other}"]):
-                        heard[other] = AbortNotice.decode(self.store.get(f"gone/{other}").decode())
-                time.sleep(0.01)
-
-        def attempt() -> None:
             # without the store there are no answers; the rank that was waited for is named all the same
             with suppress(RuntimeError):
-                ask()
+                self.store.set(f"gone/{self.rank}", notice.encode())
+                while len(heard) < self.size - 1 and time.monotonic() < end:
+                    for other in range(self.size):
+                        if other != self.rank and other not in heard and self.store.check([f"gone/{other}"]):
+                            heard[other] = AbortNotice.decode(self.store.get(f"gone/{other}").decode())
+                    time.sleep(0.01)
 
         # the store's server may be gone with its rank: a request would then outlast the deadline
-        thread = threading.Thread(target=attempt, daemon=True)
+        thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(seconds)
         return dict(heard)

@@ -32,12 +32,7 @@ class PeerTimeout(Exception):  # noqa: N818 - it becomes an ExchangeError once i
 
 @dataclass(frozen=True, slots=True)
 class AbortNotice:
-    """What a rank that gives up tells the others.
-
-    Attributes:
-        ranks: whom it waited for.
-        place: the phase and the call that it was at.
-    """
+    """What a rank that gives up tells the others: whom it waited for, and the phase and the call that it was at."""
 
     ranks: tuple[int, ...]
     place: str

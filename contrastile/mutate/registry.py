@@ -77,7 +77,6 @@ class Mutant:
 
     @property
     def backend(self) -> str:
-        """The backend that verify is to run."""
         return _BELOW.get(self.component, self.component)
 
     def applied(self, package: Path = PACKAGE) -> str:

@@ -100,16 +100,7 @@ def world(mutant: Mutant) -> list[str]:
 
 @dataclass(slots=True)
 class MutationRun:
-    """Mutants, and their results as they run.
-
-    Attributes:
-        mutants: in order.
-        device: kind of device on which to run what can.
-        deadline: seconds that a run of verify may take.
-        jobs: how many run at a time.
-        progress: called with (mutants done, mutants in all, the name of the last).
-        results: of the mutants that are done, in their order.
-    """
+    """Mutants, and their results as they run; a run of verify may take ``deadline`` seconds."""
 
     mutants: Sequence[Mutant]
     device: str = "cpu"
@@ -284,6 +275,5 @@ def _result(mutant: Mutant, status: Status, *, reason: str, problems: int = 0) -
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kill a run and every process that it started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -106,16 +106,7 @@ def gradients(
     found: local.Gradients,
     arrays: ArrayLibrary,
 ) -> local.Gradients:
-    """The gradients of the blocks with those of what is beside them.
-
-    Args:
-        problem: with a margin, smoothing or both.
-        saved: what its forward pass left.
-        upstream: 0-d.
-        wanted: which gradients to give.
-        found: those of the blocks, which are written to.
-        arrays: the backend's library.
-    """
+    """The gradients of the blocks, ``found``, which are written to, with those of what is beside them."""
     placement, ranks = problem.placement, 1 if problem.placement is None else problem.placement.size
     factor = arrays.cast(upstream, "float64") * (1.0 if placement is None else placement.factor)
     of_scale = arrays.full((), 0.0, "float64", problem.scale)

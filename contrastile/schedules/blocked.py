@@ -108,7 +108,6 @@ class _Blocks:
         return self.source.cast(transfer(x, self.arrays, self.source), dtype)
 
     def buffer(self, parts: Sequence[_Part], width: int, dtype: str) -> Any:
-        """A buffer for any of these parts."""
         return self.staging.buffer(max((x.length for x in parts), default=0), width, dtype)
 
     def staged(self, problem: Problem, sums: _Sums | None = None) -> Iterator[_StagedBlock]:
@@ -294,20 +293,16 @@ def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None =
         _merge(arrays, rows, staged.row, found.rows)
         if found.columns is not None:
             _merge(arrays, columns, staged.column, found.columns)
-    mine, *over = (_joined(arrays, side) for side in ((rows, columns) if two_sided else (rows,)))
+    sides = (rows, columns) if two_sided else (rows,)
+    mine, *over = (local.joined(arrays, [side[k] for k in sorted(side)]) for side in sides)
     mine = local.merged(arrays, [*problem.beside, mine])
     loss = local.loss(problem, arrays, arrays.dtype(problem.scale), mine, *over)
     return local.Forward(loss, mine[:2], over[0][:2] if over else None)
 
 
 def _merge(arrays: ArrayLibrary, into: dict[int, SideStatistics], number: int, found: SideStatistics) -> None:
-    """Merge what a block gave of its part of a side."""
     known = [into[number]] if number in into else []
     into[number] = local.merged(arrays, [*known, found])
-
-
-def _joined(arrays: ArrayLibrary, parts: dict[int, SideStatistics]) -> SideStatistics:
-    return local.joined(arrays, [parts[k] for k in sorted(parts)])
 
 
 @local.ieee
@@ -339,7 +334,6 @@ def backward(
 
 
 def _weights(problem: Problem, saved: local.Forward, staged: _StagedBlock, arrays: ArrayLibrary) -> Weights:
-    """The whole loss's, for the rows and columns of a block."""
     rows, columns = local.side_weights(problem, saved, arrays)
     columns = columns if problem.columns else rows
     return Weights(rows.part(staged.rows), None if columns is None else columns.part(staged.columns))
@@ -352,7 +346,6 @@ def _single(problem: Problem) -> bool:
 
 
 def _fetched(blocks: _Blocks, problem: Problem) -> Problem:
-    """The problem with all its features on the device."""
     found = []
     for x in (problem.rows, *problem.columns):
         buffer = blocks.staging.buffer(x.shape[0], x.shape[1], blocks.source.dtype(x))

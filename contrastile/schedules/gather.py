@@ -7,7 +7,7 @@ pass over the tiles serves both directions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from contrastile.backends import objectives
@@ -44,11 +44,6 @@ def _block(problem: Problem, arrays: ArrayLibrary, kept: Array | None = None) ->
 def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows and columns.
 
-    Args:
-        problem: this rank's part of it.
-        work: computes its blocks.
-        wanted: see ``local.forward``.
-
     Raises:
         UnsupportedProblemError: the backend refuses a block.
         ExchangeError: a rank did not answer within the deadline.
@@ -78,13 +73,8 @@ def _over_columns(
     """The loss of all ranks, N and P of this rank's columns, and ``local.Forward.global_columns``.
 
     Every rank receives what every rank's rows give every column, and merges it itself: few bytes beside the columns'
-    features, and one message fewer than if each column's owner merged its own and sent the result.
-
-    Args:
-        problem: this rank's part.
-        arrays: the library of all these arrays.
-        rows: of this rank's.
-        state: (N,) each, the statistics of all columns over this rank's rows.
+    features, and one message fewer than if each column's owner merged its own and sent the result. ``state`` are the
+    statistics of all columns over this rank's rows, (N,) each.
     """
     placement = placed(problem)
     n, widths = placement.size, placement.shards.widths
@@ -146,15 +136,6 @@ def backward(
     return local.Gradients(rest.rows if row_gradient is None else row_gradient, rest.columns, scale, None)
 
 
-def _added_up(arrived: Mapping[int, Array], me: int, own: Array) -> Array:
-    """The sum of what arrived and of this rank's own, in the order of the ranks, in memory of what arrived."""
-    parts = {**arrived, me: own}
-    # the first or second part is not needed once it has been added
-    into = arrived[1 if me == 0 else 0]
-    buffers.add_up([parts[r] for r in sorted(parts)], into)
-    return into
-
-
 def _returned(
     placement: Placement,
     arrays: ArrayLibrary,
@@ -175,8 +156,10 @@ def _returned(
     for r in others:
         incoming[r].insert(0, arriving[r])
     placement.communicator.exchange(outgoing, incoming).wait()
-    sums = by_block(placement, _added_up(arriving, me, parts[me]), wants)
-    return sums, [arrays.total(x) for x in totals]
+    # into what arrived first or second, which is not needed once it has been added
+    into = arriving[1 if me == 0 else 0]
+    buffers.add_up([parts[r] if r == me else arriving[r] for r in range(n)], into)
+    return by_block(placement, into, wants), [arrays.total(x) for x in totals]
 
 
 def by_block(placement: Placement, own: Array | None, wants: tuple[bool, ...]) -> tuple[Array | None, ...]:

@@ -32,14 +32,7 @@ _WELL, _FAILED = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """What a rank learns from the others.
-
-    Attributes:
-        rows: of all ranks together.
-        columns: of all ranks together.
-        start: the number of this rank's first column.
-        placement: None in a process alone.
-    """
+    """What a rank learns from the others: all ranks' rows and columns, and the number of its own first column."""
 
     rows: int
     columns: int
@@ -257,7 +250,6 @@ class Handshake:
 
 @lru_cache(maxsize=64)
 def _digest(agreed: tuple[tuple[str, Any], ...]) -> int:
-    """A hash of what the ranks must have in common."""
     digest = hashlib.sha256(json.dumps(dict(agreed), sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 

@@ -55,7 +55,6 @@ def _unwritten(arrays: ArrayLibrary, like: Sequence[Array], sizes: Sequence[int]
 
 
 def _runs(arrays: ArrayLibrary, owners: Sequence[int], like: Sequence[Array], sizes: Sizes) -> list[Run]:
-    """Unwritten runs for these ranks' shards."""
     found: list[list[int]] = []
     for owner in owners:
         if found and owner == found[-1][-1] + 1:

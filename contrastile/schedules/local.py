@@ -130,12 +130,10 @@ class Sums:
 
     @property
     def state(self) -> State:
-        """As ``Sums.of`` takes it."""
         return self.total, self.rows, *self.columns
 
     @staticmethod
     def of(state: State) -> Sums:
-        """Of a state."""
         total, rows, *columns = state
         return Sums(rows, tuple(columns), total)
 
@@ -212,7 +210,6 @@ def merged(arrays: ArrayLibrary, parts: Sequence[Sequence[Array]]) -> SideStatis
 
 
 def joined(arrays: ArrayLibrary, parts: Sequence[SideStatistics]) -> SideStatistics:
-    """Those of several rows, or columns, in one."""
     return SideStatistics(*(arrays.concat(list(x)) for x in zip(*parts, strict=True)))
 
 

@@ -14,12 +14,7 @@ from contrastile.schedules.problem import Problem, convert
 
 @contextmanager
 def native(problem: Problem, source: ArrayLibrary, backend: Backend) -> Iterator[Problem]:
-    """The problem in the backend's library; results are moved back before it closes.
-
-    Args:
-        problem: in the caller's library.
-        source: the caller's library.
-        backend: that will compute it.
+    """The caller's problem in the backend's library; results are moved back before it closes.
 
     Raises:
         UnsupportedProblemError: the backend does not run where the features are.
@@ -42,14 +37,7 @@ def native(problem: Problem, source: ArrayLibrary, backend: Backend) -> Iterator
 
 
 def returned(found: Gradients, problem: Problem, source: ArrayLibrary, target: ArrayLibrary) -> Gradients:
-    """Gradients in the caller's library.
-
-    Args:
-        found: in the backend's.
-        problem: in the caller's, whose dtypes they get.
-        source: the backend's library.
-        target: the caller's.
-    """
+    """Gradients moved from the backend's library to the caller's, with the dtypes of the caller's problem."""
     if source.name == target.name:
         return found
     features, number = target.dtype(problem.rows), target.dtype(problem.scale)

@@ -63,7 +63,6 @@ class Route:
     @staticmethod
     @lru_cache(maxsize=64)
     def of(hosts: Hosts, rank: int) -> Route:
-        """The route of a rank."""
         return Route(hosts, {r: (i, lane) for i, ranks in enumerate(hosts) for lane, r in enumerate(ranks)}, rank)
 
     @property
@@ -81,7 +80,6 @@ class Route:
         return here[lane + 1 :] + here[:lane]
 
     def carrier(self, host: tuple[int, ...], owner: int) -> int:
-        """Which rank of a host carries a rank's shard."""
         return host[self.homes[owner][1] % len(host)]
 
     def carried(self, carrier: int, host: tuple[int, ...]) -> list[int]:
@@ -114,12 +112,10 @@ class Placement:
 
     @property
     def rank(self) -> int:
-        """This rank's number."""
         return self.communicator.rank
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return self.communicator.size
 
     @property
@@ -131,7 +127,6 @@ class Placement:
 
     @property
     def start(self) -> int:
-        """The number of this rank's first column."""
         return self.shards.start(self.rank)
 
     @property

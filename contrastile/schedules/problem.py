@@ -170,7 +170,6 @@ class Problem:
         return replace(self, row_weight=bars[:m], column_weight=None if self.column_weight is None else bars[m:])
 
     def of_rows(self, where: slice) -> Problem:
-        """The problem of some of the rows."""
         pairs = zip(VECTORS, self.vectors, strict=True)
         cut = {name: x[where] for name, x in pairs if x is not None and name not in OF_COLUMNS}
         return replace(self, rows=self.rows[where], **cut)
@@ -211,7 +210,6 @@ OF_COLUMNS = frozenset(name for name in VECTORS if name.startswith("column_"))
 
 
 def marks_of(marks: Sequence[Array | None], where: slice) -> tuple[Array | None, ...]:
-    """The marks of some of the columns."""
     return tuple(None if x is None else x[where] for x in marks)
 
 

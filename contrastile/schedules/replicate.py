@@ -21,7 +21,6 @@ from contrastile.schedules.sums import gathered, mean, phase, placed
 
 
 def applies(problem: Problem) -> bool:
-    """Whether a problem is to be replicated."""
     return problem.placement is not None and problem.placement.exchange == "replicate"
 
 
@@ -29,10 +28,6 @@ def replicated(problem: Problem, arrays: ArrayLibrary) -> Problem:
     """The whole problem, of a process alone: every rank's part, joined in the order of the ranks, in one message.
 
     The scale and the bias, where they lie on a device, are compared: see ``scalars.checked``.
-
-    Args:
-        problem: this rank's part.
-        arrays: the library of its arrays.
 
     Raises:
         ExchangeError: a rank did not answer within the deadline.

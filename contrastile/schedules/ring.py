@@ -78,9 +78,7 @@ def _blocks(problem: Problem, placement: Placement, shard: _Shard) -> Iterator[t
 def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows and columns.
 
-    Raises:
-        UnsupportedProblemError: the backend refuses one of the blocks.
-        ExchangeError: a rank did not answer within the deadline.
+    It raises what ``gather.forward`` raises.
     """
     backend, options = work
     placement, arrays = placed(problem), backend.arrays

@@ -60,15 +60,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """What every rank has.
-
-    Attributes:
-        hosts: how many there are.
-        per_host: ranks of each.
-        rows: pairs of a rank.
-        width: features of each.
-        itemsize: bytes of one.
-    """
+    """What every rank has: ``rows`` pairs, of ``width`` features of ``itemsize`` bytes each."""
 
     hosts: int
     per_host: int
@@ -78,7 +70,6 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return self.hosts * self.per_host
 
 
@@ -147,7 +138,6 @@ def _two_level(ranks: Ranks, each: int, sent: int, found: int) -> Iterator[Step]
 
 
 def seconds(exchange: str, ranks: Ranks, machine: Machine) -> float:
-    """The time of a loss and its gradients."""
     product = ranks.rows * ranks.rows * ranks.width / machine.tflops / 1e12
     total, blocks = 0.0, 0
     for step in steps(exchange, ranks):
@@ -190,8 +180,6 @@ def share(exchange: str, ranks: Ranks, machine: Machine) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A schedule, and the reason for it."""
-
     exchange: Schedule
     reason: str
 

@@ -53,12 +53,10 @@ def halves(rows: slice, most: int) -> tuple[slice, slice] | None:
 
 
 def middle(length: int, step: int) -> int:
-    """The multiple of ``step`` from the middle on."""
     return -(-length // (2 * step)) * step
 
 
 def places(rows: slice, most: int) -> Iterator[tuple[slice, slice]]:
-    """The rows and the columns of every block."""
     parts = halves(rows, most)
     if parts is None:
         yield rows, rows

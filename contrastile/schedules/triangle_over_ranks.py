@@ -112,9 +112,7 @@ class _ShardExchange:
 def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows. Nothing is kept.
 
-    Raises:
-        UnsupportedProblemError: the backend refuses one of the blocks.
-        ExchangeError: a rank did not answer within the deadline.
+    It raises what ``gather.forward`` raises.
     """
     backend, options = work
     arrays, whole = backend.arrays, slice(0, problem.rows.shape[0])

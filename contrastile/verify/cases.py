@@ -51,7 +51,6 @@ def build(name: str, dtype: str) -> Problem:
 
 
 def names() -> list[str]:
-    """Names of all cases, in the order in which they run."""
     return list(CASES)
 
 

@@ -68,16 +68,7 @@ def outcome(
     upstream: float | FloatArray = 1.0,
     want: Want = "every",
 ) -> Outcome:
-    """The backend's loss and gradients of ``upstream * loss``.
-
-    Args:
-        problem: NumPy float64, features exactly representable in ``dtype``.
-        backend: the backend's record.
-        dtype: the features' dtype.
-        device: kind of device.
-        options: passed to the backend.
-        upstream: gradient with respect to the loss.
-        want: the gradients to ask for.
+    """The backend's loss and gradients of ``upstream * loss``, of NumPy float64 features that ``dtype`` holds exactly.
 
     Returns:
         The results, converted to NumPy float64; None for what was not asked for. Of a problem with a placement, this

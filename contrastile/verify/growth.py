@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from contrastile.backends.contract import Accuracy
 from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
@@ -50,7 +49,11 @@ def _measured(subject: Subject, axis: str, x: float) -> Comparisons:
     oracle = truth(problem)
     exact, accuracy, label = oracle.outcome, subject.accuracy, f"{axis} = {x:g}"
     got = subject.run(problem)
-    bound, probable = (bounds(problem, oracle, each, subject.dtype) for each in (accuracy, _probable(accuracy)))
+    # a depth counts additions; a chain of a few is as long as it is
+    shorter = replace(
+        accuracy, depth=lambda k: min(accuracy.depth(k), int(np.ceil(CONFIDENCE * np.sqrt(accuracy.depth(k)))))
+    )
+    bound, probable = (bounds(problem, oracle, each, subject.dtype) for each in (accuracy, shorter))
     plain = plain_outcome(problem, oracle, accuracy, subject.dtype)
     size = _norm(exact)
     point = Point(
@@ -64,15 +67,6 @@ def _measured(subject: Subject, axis: str, x: float) -> Comparisons:
     yield label, replace(compare(got, exact, bound), point=point)
     beside = compare_with_plain(problem, oracle, got, accuracy, subject.dtype, NOISIER[subject.device])
     yield f"{label}, beside a plain computation", beside
-
-
-def _probable(accuracy: Accuracy) -> Accuracy:
-    # a depth counts additions; a chain of a few is as long as it is
-    def depth(terms: int) -> int:
-        longest = accuracy.depth(terms)
-        return min(longest, int(np.ceil(CONFIDENCE * np.sqrt(longest))))
-
-    return replace(accuracy, depth=depth)
 
 
 def _norm(a: Outcome, b: Outcome | None = None) -> float:

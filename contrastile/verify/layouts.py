@@ -42,7 +42,6 @@ def every_other(arrays: ArrayLibrary, x: Array, fill: float) -> tuple[Array, Arr
 
 
 def backwards(arrays: ArrayLibrary, x: Array, fill: float) -> tuple[Array, Array]:
-    """Negative strides."""
     buffer = _filled(arrays, tuple(x.shape), fill, x)
     return buffer, buffer[tuple(slice(None, None, -1) for _ in x.shape)]
 
@@ -139,8 +138,6 @@ def relocated(backend: Backend, layout: Layout, violations: list[str]) -> Backen
 
 
 def called_twice(backend: Backend) -> Backend:
-    """The backend with everything added to its accumulators twice."""
-
     def twice(primitive: Callable[..., Any], *call: Any) -> Any:
         primitive(*call)
         return primitive(*call)

@@ -86,13 +86,19 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
         bad = losses.info_nce, [*pair, 10.0], {"positives": ids + 4 * world.size}
         differences["a positive that is no column"] = bad
     if subject.backend.arrays.name == "torch":
+        from contrastile import nn
+
         trained = [put(x, dtype).requires_grad_(), pair[1], 10.0]
         differences[_UNWANTED] = (losses.clip_loss, trained, {})
         number = put(np.asarray(10.0), state_dtype(subject.dtype))
         beside["a gradient of the scale"] = losses.clip_loss, [*pair, number], {}
         learnt = number.clone().requires_grad_()
         differences["a gradient of the scale"] = losses.clip_loss, [*pair, learnt], {}
-        differences["a module for another world"] = partial(_of_a_module, size=world.size + 1), [*pair, 10.0], {}
+
+        def of_more(*args: Any, **how: Any) -> Any:
+            return nn.ClipLoss(world_size=world.size + 1, **how)(*args)
+
+        differences["a module for another world"] = of_more, [*pair, 10.0], {}
     for label, wrong_one in differences.items():
         own = beside.get(label, right)
         told = world.run(partial(_error_of_a_mismatch, right=own, last=wrong_one, subject=subject))
@@ -103,12 +109,6 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
 
         told = world.run(torch.no_grad()(partial(_error_of_a_mismatch, right=right, last=unlike, subject=subject)))
         yield "a gradient that nobody records", wrong(told[0]) if any(told) else NOTHING
-
-
-def _of_a_module(*args: Any, size: int, **how: Any) -> Any:
-    from contrastile import nn
-
-    return nn.ClipLoss(world_size=size, **how)(*args)
 
 
 _Arguments = tuple[Callable[..., Any], list[Any], dict[str, Any]]

@@ -251,5 +251,4 @@ def selected(
 
 
 def whole(name: str, compare: Callable[[], Comparisons], ranks: int = 1) -> Check:
-    """A check of all of a backend."""
     return Check(name, "all", "all", "all", compare, {"backend": name}, device="all", world=ranks)

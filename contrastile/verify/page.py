@@ -43,14 +43,6 @@ def page(
 ) -> str:
     """What the terminal shows, with a heat map of all properties, plots and the environment, as HTML.
 
-    Args:
-        rows: of the run.
-        failures: its failures.
-        command: the words that started it.
-        seconds: how long it took, if that is to be said.
-        left_out: what was not run because less was asked for.
-        seed: of everything random.
-
     Raises:
         ImportError: there is something to plot, and matplotlib is not installed.
     """

@@ -28,14 +28,7 @@ CASE = "peak-memory"
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """The larger of two square problems, and the tile asked for.
-
-    Attributes:
-        batch: rows, and columns.
-        width: features of each.
-        tile: rows, and columns, of the tile.
-        libraries: workspace bytes of the matrix-product library, whatever the problem.
-    """
+    """The larger of two square problems, the tile asked for, and workspace bytes of the matrix-product library."""
 
     batch: int
     width: int
@@ -87,7 +80,6 @@ def peak_memory(subject: Subject, case: str) -> Comparisons:
 
 
 def repeated(step: Callable[[], object], times: int) -> None:
-    """Run a step so many times."""
     for _ in range(times):
         step()
 

@@ -31,7 +31,6 @@ The plain computation runs on the host; products of tensor cores truncate as the
 
 
 def as_it_is(outcome: Outcome) -> Outcome:
-    """The outcome."""
     return outcome
 
 

@@ -58,10 +58,7 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> Checks | N
 
 
 class Checks(pytest.Directory):
-    """The checks that the options select."""
-
     def collect(self) -> Iterator[pytest.Item]:
-        """One test for each."""
         options = argparse.Namespace(**{name: self.config.getoption(name) for name in OPTIONS})
         if options.world in ("mpi", "torch"):
             raise CannotRunError(f"--world {options.world} must be given to contrastile verify, got it for pytest")
@@ -91,7 +88,6 @@ class CheckItem(pytest.Item):
         """Nothing: ``pytest_runtest_protocol`` takes the report."""
 
     def report(self) -> pytest.TestReport:
-        """Make the comparisons."""
         start = time.time()
         row, failure = self._result()
         outcome, said = "skipped", f"{'not claimed: ' * (row['status'] == 'unclaimed')}{row['reason']}"
@@ -127,12 +123,10 @@ class CheckItem(pytest.Item):
             return self.check.run(lambda: _printed(self.config))
 
     def reportinfo(self) -> tuple[Path, None, str]:
-        """Where the test is from."""
         return self.path, None, self.name
 
 
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """Run a check."""
     if not isinstance(item, CheckItem):
         return None
     item.ihook.pytest_runtest_logreport(report=item.report())
@@ -145,7 +139,6 @@ def limit(options: Any, device: str) -> float:
 
 
 def loading_limit(options: Any) -> float:
-    """Seconds that loading the backends may take."""
     return max(DEADLINE["cpu"], limit(options, "cpu"))
 
 

@@ -115,20 +115,13 @@ def alone(objective: str, subject: Subject, case: str) -> Comparisons:
 
 @dataclass(frozen=True)
 class Share(Parts):
-    """The arguments of a loss, and what each rank has of them.
-
-    Attributes:
-        label: which arguments they are.
-        case: the joined batch.
-        shards: see ``Parts``; beside the keys, a block of columns for each array of negatives.
-    """
+    """The arguments of a loss, and what each rank has of them: beside the keys, a block for each array of negatives."""
 
     label: str
     case: LossCase
     shards: Shards
 
     def part(self, rank: int) -> Arguments:
-        """What a rank passes."""
         given, own, order = self.case.arguments, self.rows(rank), self.order()
         keywords: dict[str, Any] = {}
         for name, x in given.keywords.items():

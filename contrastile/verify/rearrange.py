@@ -1,4 +1,4 @@
-"""Transformed problems (permuted, regrouped, doubled), and outcomes folded or multiplied."""
+"""Transformed problems (regrouped, doubled), and outcomes folded or multiplied."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ POINTERS = ("positives", "excluded")
 
 
 def sizes(problem: Problem) -> list[int]:
-    """The number of columns in each block."""
     return [int(x.shape[0]) for x in problem.columns]
 
 
 def split(joined: Any, parts: Sequence[int]) -> tuple[Any, ...]:
-    """Consecutive slices of these lengths."""
     ends = np.cumsum(parts)
     return tuple(joined[end - size : end] for size, end in zip(parts, ends, strict=True))
 
@@ -31,18 +29,6 @@ def split(joined: Any, parts: Sequence[int]) -> tuple[Any, ...]:
 def regrouped(problem: Problem, parts: Sequence[int]) -> Problem:
     """The same columns in blocks of other sizes, which must add up to n."""
     return replace(problem, columns=split(np.concatenate(problem.columns), parts))
-
-
-def permuted(problem: Problem, rows: IntArray, columns: IntArray) -> Problem:
-    """The problem whose row i is row ``rows[i]`` and whose joined column j is column ``columns[j]`` of this one."""
-    return replace(
-        problem,
-        rows=problem.rows[rows],
-        columns=split(np.concatenate(problem.columns)[columns], sizes(problem)),
-        **{name: take(getattr(problem, name), rows) for name in ROW_VECTORS},
-        **{name: take(getattr(problem, name), columns) for name in COLUMN_VECTORS},
-        **{name: take(redirected(getattr(problem, name), columns), rows) for name in POINTERS},
-    )
 
 
 def redirected(pointers: Any, columns: IntArray) -> Any:

@@ -44,10 +44,7 @@ def refusals(subject: Subject, case: str) -> Comparisons:
         yield label, NOTHING if unread else wrong("it was computed")
 
 
-_Call = Callable[[], Any]
-
-
-def _calls(subject: Subject, pair: Any) -> Iterator[tuple[str, _Call, _Call, type[Exception]]]:
+def _calls(subject: Subject, pair: Any) -> Iterator[tuple[str, Callable[[], Any], Callable[[], Any], type[Exception]]]:
     """Calls that are right, one that is not, and the error that says so."""
     import torch
     from torch.autograd import forward_ad

@@ -173,14 +173,7 @@ def words(given: Mapping[str, Any]) -> list[str]:
 
 @dataclass(slots=True)
 class Run:
-    """Checks in this process, one after another: iterate over ``rows`` once; ``failures`` fills as it goes.
-
-    Attributes:
-        checks: what to run.
-        progress: called with (rows done, rows in all, what was done).
-        failures: the failures so far.
-        fail_fast: stop at the first.
-    """
+    """Checks in this process, one after another: iterate over ``rows`` once; ``failures`` fills as it goes."""
 
     checks: Iterable[Check]
     progress: ProgressCallback = lambda done, total, what: None

@@ -24,7 +24,7 @@ FEW_CASES = ("smoke", "ragged", "hot", "all-negative", "ids-drop@far", "labels",
 """One case of each kind."""
 
 STRUCTURE = (
-    *("tiles", "options", "permutation", "shift", "split-merge", "duplicates", "upstream", "frozen", "accumulation"),
+    *("tiles", "options", "shift", "split-merge", "duplicates", "upstream", "frozen", "accumulation"),
     *("guard-bands", "strided", "poisoned-memory", "non-finite"),
     *("bars", "public-statistics", "symmetric", "determinism"),
 )

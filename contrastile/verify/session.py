@@ -40,13 +40,7 @@ _LEFT_OUT = ("terminal", "cacheprovider", "faulthandler", "tmpdir", "warnings", 
 class Session:
     """A run, whose rows and failures come in no order, by the number of their check.
 
-    Attributes:
-        given: the options, as ``options.settle`` leaves them.
-        jobs: workers at a time.
-        progress: called with (checks done, checks in all, what was done).
-        found: each row, and its failure.
-        total: checks in all, once known.
-        interrupted: whether it was stopped early.
+    ``given`` are the options as ``options.settle`` leaves them.
     """
 
     given: argparse.Namespace

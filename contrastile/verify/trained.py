@@ -67,10 +67,7 @@ class Batch:
         return cached_step(given, (self.index.clone(), self.index.clone()), **how)
 
 
-_Held = Any
-
-
-def _numbers(batch: Batch) -> _Held:
+def _numbers(batch: Batch) -> Any:
     import torch
 
     generators: dict[str, Callable[[], float]] = {
@@ -98,7 +95,7 @@ def _numbers(batch: Batch) -> _Held:
         yield f"of {name}, after it", len(set(sum(every, [*between, draw()]))) == 2 + 2 * len(_COUNTS)
 
 
-def _modes(batch: Batch) -> _Held:
+def _modes(batch: Batch) -> Any:
     import torch
 
     from contrastile.training import Cached
@@ -126,7 +123,7 @@ def _modes(batch: Batch) -> _Held:
     yield "a factor, before gradients are narrowed", not torch.equal(*found)
 
 
-def _distances(batch: Batch) -> _Held:
+def _distances(batch: Batch) -> Any:
     import torch
 
     from contrastile.training import deep_distance
@@ -153,7 +150,7 @@ def _distances(batch: Batch) -> _Held:
     yield "a parameter that was replaced", phi.factor.grad is not None
 
 
-def _steps(batch: Batch) -> _Held:
+def _steps(batch: Batch) -> Any:
     import torch
 
     from contrastile.training import embed
@@ -185,7 +182,7 @@ def _steps(batch: Batch) -> _Held:
     yield "a batch without samples", getattr(outputs, "shape", None) == (0, _WIDTH)
 
 
-def _learning(batch: Batch) -> _Held:
+def _learning(batch: Batch) -> Any:
     import torch
 
     late: Any = torch.nn.Parameter(torch.ones(_WIDTH, device=batch.fixed.device))
@@ -211,7 +208,7 @@ def _learning(batch: Batch) -> _Held:
     yield "a module's mode", dropout.training
 
 
-def _refusals(batch: Batch) -> _Held:
+def _refusals(batch: Batch) -> Any:
     from contrastile.training import embed
 
     index, ones = batch.index.clone(), [batch.fixed]
@@ -230,7 +227,7 @@ def _refusals(batch: Batch) -> _Held:
             yield label, False
 
 
-def _weights(batch: Batch) -> _Held:
+def _weights(batch: Batch) -> Any:
     from contrastile.training import Budget, stream
 
     wide = batch.index[:, None].expand(-1, 3).clone()
@@ -243,7 +240,7 @@ def _weights(batch: Batch) -> _Held:
             yield f"of chunks of {size}, total {total}{label}", right
 
 
-def _metrics(batch: Batch) -> _Held:
+def _metrics(batch: Batch) -> Any:
     import torch
 
     from contrastile.training import rank_at_1
@@ -266,7 +263,7 @@ def _metrics(batch: Batch) -> _Held:
     yield "rank at 1 of a step", float(found["rank@1"]) == float(rank_at_1(batch.table.detach(), batch.fixed))
 
 
-def _search(batch: Batch) -> _Held:
+def _search(batch: Batch) -> Any:
     import torch
 
     from contrastile import retrieval

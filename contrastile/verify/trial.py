@@ -20,7 +20,7 @@ from contrastile.verify.execution import Want, outcome
 from contrastile.verify.truth import Outcome, Truth, truth
 from contrastile.verify.worlds import World
 
-_SMALL, _MEDIUM = 1 << 20, 1 << 23
+_SMALL = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +57,7 @@ def skipped(reason: str) -> Comparisons:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The backend under test.
-
-    Attributes:
-        name: its name for ``--backend``.
-        backend: its record.
-        dtype: the features' dtype.
-        device: kind of device.
-        seed: of everything random.
-        examples: how many problems the ``drawn`` property draws.
-        precision: of the products of float32 features.
-        workspace: see ``contract.Options``.
-        keep: see ``contract.Options``.
-        world: the ranks of the distributed properties; None for a single process.
-    """
+    """The backend under test, and how it computes: see ``selection.Selection``."""
 
     name: str
     backend: Backend
@@ -143,14 +130,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Trial:
-    """A subject and a case. Results that several properties need are computed once.
-
-    Attributes:
-        subject: the backend under test.
-        case: its name.
-        problem: what it is.
-        cache: results that properties share.
-    """
+    """A subject and a case. Results that several properties need are computed once."""
 
     subject: Subject
     case: str
@@ -197,11 +177,6 @@ class Trial:
     def only_small(self) -> None:
         if not self.small:
             raise SkipError("repeats runs: small cases only")
-
-    def only_medium(self) -> None:
-        """Skip a case whose matrix products in longdouble, which no library has, take seconds."""
-        if self.products > _MEDIUM:
-            raise SkipError("computes in longdouble: no large cases")
 
     def only_finite(self) -> None:
         """Skip a case whose truth is not finite: NaN would hide a difference."""

@@ -78,8 +78,6 @@ def _of_other_types(seen: list[str]) -> dict[str, Callable[[Array], Array]]:
     import torch
 
     class Derived(torch.Tensor):
-        """A tensor of another type."""
-
         @classmethod
         def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(str(function))

@@ -87,7 +87,6 @@ def _against(draw: Draw, b: int, d: int) -> Pairs:
 
 
 def _rising(draw: Draw, b: int, d: int) -> Pairs:
-    """Logits rise along the columns."""
     rows, columns = draw.standard_normal((b, d)) / 4, draw.standard_normal((b, d)) / 4
     rows[:, 0], columns[:, 0] = 1.0, 3.0 * np.arange(b)
     return rows, columns / np.linalg.norm(columns, axis=1).max()
@@ -137,7 +136,6 @@ def _blocks(draw: Draw, given: Arguments) -> Arguments:
 
 
 def _few_keys(draw: Draw, given: Arguments) -> Arguments:
-    """Fewer keys than queries."""
     query, key = given.features
     few = len(key) // 5 + 1
     return _with(replace(given, features=(query, key[:few])), positives=draw.integers(0, few, len(query)))
@@ -342,15 +340,7 @@ BATCHES = {
 
 @dataclass(frozen=True, eq=False)
 class LossCase(ByContent):
-    """A case of an objective. Cases are equal where their truth and its bounds are, however a loss is called.
-
-    Attributes:
-        batch: the pairs it is made of.
-        dtype: the features'.
-        arguments: what the loss is called with.
-        claims: the loss's.
-        facts: the backend's, see ``Loss.facts``.
-    """
+    """A case of an objective. Cases are equal where their truth and its bounds are, however a loss is called."""
 
     batch: Batch
     dtype: str
@@ -384,7 +374,6 @@ class LossCase(ByContent):
 
     @property
     def oracle(self) -> Truth:
-        """Its truth."""
         return truth(self.problem)
 
 

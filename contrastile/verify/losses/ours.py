@@ -58,7 +58,6 @@ class Interface:
 
 
 def function(loss: Target, settings: dict[str, Any]) -> Target:
-    """The public function itself."""
     return partial(loss, **settings)
 
 
@@ -147,7 +146,6 @@ def captioned(loss: Target, settings: dict[str, Any]) -> Target:
 
 
 def blocked(way: Callable[..., Target], loss: Target, settings: dict[str, Any]) -> Target:
-    """Another way, in blocks."""
     return way(loss, {**settings, "block": _BLOCK})
 
 
@@ -283,7 +281,6 @@ def stepped(way: Callable[..., Target], loss: Target, settings: dict[str, Any]) 
 
 
 def cached(step: Callable[..., Array], loss: Target, settings: dict[str, Any]) -> Target:
-    """A step of the gradient cache."""
     return lambda *args, **keywords: _chunked(step, loss, settings, args, keywords)
 
 
@@ -338,8 +335,6 @@ def ranking(loss: Target, settings: Any) -> Target:
 
 
 def cached_ranking(loss: Target, settings: Any) -> Target:
-    """Its cached one."""
-
     def target(query: Array, key: Array, scale: Any) -> Any:
         import torch
 
@@ -443,11 +438,6 @@ OF_INTEGRATIONS = (
 _ARRAYS_OF = {"numpy": "NumPy arrays", "torch": "torch tensors"}
 
 
-def installed(each: Interface) -> bool:
-    """Whether the library of an integration is."""
-    return not each.name.endswith("RankingLoss") or importlib.util.find_spec("sentence_transformers") is not None
-
-
 def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Loss, tuple[str, ...]]]:
     """The interfaces of a public loss, as losses with the properties that each is held to."""
     library, whole = subject.backend.arrays.name, subject.label == "float32"
@@ -459,7 +449,9 @@ def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Lo
     if library == "torch":
         groups.append((library, OF_TENSORS))
         if subject.label in ("float32", "float64"):
-            groups.insert(0, (library, (*OF_TRAINING, *(x for x in OF_INTEGRATIONS if installed(x)))))
+            rankings = importlib.util.find_spec("sentence_transformers") is not None
+            there = [x for x in OF_INTEGRATIONS if rankings or not x.name.endswith("RankingLoss")]
+            groups.insert(0, (library, (*OF_TRAINING, *there)))
     # those of NumPy arrays are slow, and nothing above the backend is theirs alone
     once: tuple[str, ...] = () if library == "numpy" else _ONCE
     for of, group in reversed(groups):

@@ -45,13 +45,7 @@ class LossProperty(Property):
 
 @dataclass(frozen=True)
 class LossTrial:
-    """A loss on a case. The result that several properties need is computed once.
-
-    Attributes:
-        loss: the loss under test.
-        case: the case, made for its claims.
-        device: kind of device.
-    """
+    """A loss on a case. The result that several properties need is computed once."""
 
     loss: Loss
     case: LossCase
@@ -74,9 +68,10 @@ class LossTrial:
         """A call of this case's arguments, made as ``prepare`` makes it."""
         return prepare(self.loss, self.case.arguments, self.case.dtype, self.device, **how)
 
-    def run(self, **how: Any) -> Result:
-        """``Loss.evaluate`` on this case."""
-        return self.loss.evaluate(self.case.arguments, self.case.dtype, self.device, **how)
+    def run(self, upstream: float | None = None, **how: Any) -> Result:
+        """The value and the gradients, times ``upstream`` through autograd."""
+        call = self.call(**how)
+        return call.finish(call(), upstream)
 
     def train(self, leaves: Sequence[int]) -> list[bool]:
         """Which of features, negatives, scale and bias need a gradient."""
@@ -103,11 +98,9 @@ class LossTrial:
         return compared(self.case, found, allowed.expected(self.case, upstream), self.bound(upstream), fields)
 
     def other(self, case: LossCase) -> LossTrial:
-        """The same loss on another case."""
         return LossTrial(self.loss, case, self.device)
 
     def resized(self, rows: int, width: int, seed: int = 0) -> LossTrial:
-        """The same loss on a case of another size."""
         return self.other(sized(self.loss.claims, rows, width, self.case.dtype, self.case.facts, seed=seed))
 
     @property
@@ -241,7 +234,6 @@ def strided(trial: LossTrial) -> Comparisons:
 
 
 def placed(layout: layouts.Layout, arrays: ArrayLibrary, x: Array) -> Array:
-    """A copy of x in another memory layout."""
     _, view = layout(arrays, x, float("nan"))
     view[...] = x
     return view

@@ -15,9 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -90,30 +89,15 @@ def missing(claims: Claims) -> str:
     )
 
 
-@dataclass
-class Ranks:
-    """The ranks of a loss, which are started once, when the first result is asked for.
-
-    Attributes:
-        loss: the loss under test.
-    """
-
-    loss: Loss
-
-    def check(self, name: str, ranks: int, fields: tuple[str, ...]) -> Comparisons:
-        """Compare the fields of one case on so many ranks."""
-        case, shards = shared(name, self.loss.claims, ranks)
-        results = self._results[ranks]
-        if isinstance(results, str):
-            raise RuntimeError(results)
-        found = results[name]
-        exact = allowed.expected(case)
-        worst = compared(case, found, exact, allowed.allowed(case, spread=Spread(shards, shards)), fields)
-        yield _label(ranks, worst, found, exact, fields), worst
-
-    @cached_property
-    def _results(self) -> Results:
-        return _launched(self.loss)
+def check(loss: Loss, name: str, ranks: int, fields: tuple[str, ...]) -> Comparisons:
+    case, shards = shared(name, loss.claims, ranks)
+    results = _launched(loss)[ranks]
+    if isinstance(results, str):
+        raise RuntimeError(results)
+    found = results[name]
+    exact = allowed.expected(case)
+    worst = compared(case, found, exact, allowed.allowed(case, spread=Spread(shards, shards)), fields)
+    yield _label(ranks, worst, found, exact, fields), worst
 
 
 def _label(ranks: int, worst: Worst, got: Outcome, exact: Outcome, fields: tuple[str, ...]) -> str:
@@ -132,8 +116,9 @@ def _label(ranks: int, worst: Worst, got: Outcome, exact: Outcome, fields: tuple
     return f"{label}: {factor:.3g} times what it should be" if remains < 0.1 * difference else label
 
 
+@lru_cache(maxsize=1)
 def _launched(loss: Loss) -> Results:
-    """The results of the cases on each number of ranks, or the error that a rank raised.
+    """The results of the cases on each number of ranks, or the error that a rank raised; the ranks are started once.
 
     Raises:
         SkipError: other processes cannot import the loss, or there is no fork.
@@ -219,7 +204,6 @@ def _world(given: tuple[Any, ...], size: int, folder: Path) -> dict[str, Result]
 
 
 def _rank(rank: int, given: tuple[Any, ...], size: int, folder: Path) -> None:
-    """One rank, from its fork to its end."""
     import torch.distributed as dist
 
     pickled, name, claims = given

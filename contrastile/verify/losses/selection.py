@@ -58,7 +58,6 @@ class LossSelection:
         return Check(loss.name, name, case, dtype, compare, given, **more)
 
     def __iter__(self) -> Iterator[Check]:
-        """All checks, in a fixed order."""
         for loss in self.losses:
             if self.device not in loss.claims.devices:
                 yield self._check(loss, "all", reason=f"the device {self.device}")
@@ -99,7 +98,7 @@ class LossSelection:
         if missing:
             yield self._check(loss, "all", case="shards", reason=missing)
             return
-        dtype, started = ranks.dtype_of(loss.claims), ranks.Ranks(loss)
+        dtype = ranks.dtype_of(loss.claims)
         if dtype not in self.dtypes:
             return
         for size in loss.claims.ranks:
@@ -114,7 +113,7 @@ class LossSelection:
                     if what:
                         yield self._check(loss, dtype, name, case, reason=what, world=size)
                         continue
-                    compare = partial(started.check, case, size, ranks.DISTRIBUTED[name][0])
+                    compare = partial(ranks.check, loss, case, size, ranks.DISTRIBUTED[name][0])
                     yield self._check(loss, dtype, name, case, compare, world=size)
 
 

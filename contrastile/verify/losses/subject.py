@@ -88,12 +88,10 @@ class Loss:
 
     @cached_property
     def arrays(self) -> ArrayLibrary:
-        """The library of its arrays."""
         return _ARRAYS[self.claims.library](importlib.import_module(self.claims.library))
 
     @cached_property
     def call(self) -> Callable[..., Any]:
-        """The function that computes it in a single process."""
         return self.on_rank(0, 1)
 
     def on_rank(self, rank: int, world_size: int) -> Callable[..., Any]:
@@ -104,19 +102,6 @@ class Loss:
         elif isinstance(self.target, type):
             made = self.target()
         return made
-
-    def evaluate(self, given: Arguments, dtype: str, device: str = "cpu", **how: Any) -> Result:
-        """Value and gradients.
-
-        Args:
-            given: the arguments, exactly representable in ``dtype`` (features) and in float32 (numbers).
-            dtype: of the features.
-            device: kind of device.
-            **how: ``upstream``, the gradient with respect to the loss, through autograd; the others as of ``prepare``.
-        """
-        upstream = how.pop("upstream", None)
-        call = prepare(self, given, dtype, device, **how)
-        return call.finish(call(), upstream)
 
 
 @dataclass(slots=True)
@@ -212,9 +197,6 @@ class Call:
         return np.array(self.loss.arrays.to_numpy(x), dtype=np.float64)
 
 
-Numbers = Callable[[float], Any]
-
-
 def prepare(
     loss: Loss,
     given: Arguments,
@@ -223,7 +205,7 @@ def prepare(
     *,
     train: Sequence[bool] | None = None,
     layout: Callable[[Array], Array] | None = None,
-    number: Numbers | None = None,
+    number: Callable[[float], Any] | None = None,
     integers: str = "int64",
     step: int = 1,
 ) -> Call:
@@ -231,9 +213,9 @@ def prepare(
 
     Args:
         loss: whose call it is.
-        given: see ``Loss.evaluate``.
-        dtype: see ``Loss.evaluate``.
-        device: see ``Loss.evaluate``.
+        given: the arguments, exactly representable in ``dtype`` (features) and in float32 (numbers).
+        dtype: of the features.
+        device: kind of device.
         train: which of features, negatives, scale and bias need a gradient; None for all that is claimed.
         layout: makes of each array of features an equal one in another memory layout.
         number: makes what is passed as scale and as bias; None for 0-d tensors where their gradients are claimed.
