@@ -133,7 +133,6 @@ def value_and_grad(
     def computed(args: Any, kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
         detached = {name: _detached(x) for name, x in kwargs.items()}
         plan, stated = make(build, given, [_detached(x) for x in args], detached)
-        _holds_values(plan)
         problem = plan.problem
         wanted = local.Wanted(True, (True,) * len(problem.columns), True, problem.kind == "sigmoid")
         value, *state = compute.loss(plan, wanted)
@@ -158,16 +157,6 @@ def _bound(name: str, *args: Any, **kwargs: Any) -> problems.LossProblem:
             f"others ({error}); give backend, tile, precision, group and the like to value_and_grad itself"
         ) from None
     return build(*given.args, **given.kwargs)
-
-
-def _holds_values(plan: Plan) -> None:
-    """Raise TypeError for fake tensors: no operator is called here that a fake mode could replace."""
-    problem = plan.problem
-    if plan.library.name == "torch" and "FakeTensor" in (type(x).__name__ for x in (problem.rows, problem.row_weight)):
-        raise TypeError(
-            "value_and_grad(...)(...) must be given tensors that hold values, got a FakeTensor; call the loss itself, "
-            "which gives its shape"
-        )
 
 
 def _detached(x: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from contrastile.training.chunks import Splitter
-from contrastile.training.metrics import mark, rank_at_1, seconds
+from contrastile.training.metrics import clock, rank_at_1
 from contrastile.training.replay import Chunk, Encode, Loss, Replay, check_backward, check_loss, evaluate, numbers_of
 from contrastile.training.sync import Sync
 
@@ -59,7 +59,8 @@ def cached_step(
             there, and needs ``device=`` to be computed elsewhere.
         metrics: any of "loss" (always there), "scale" (the first of ``scale``), "rank@1" (``rank_at_1`` of the first
             two embeddings of this rank; not with ``offload``) and "loss_seconds" (what the loss and its gradient by the
-            embeddings took; the rest of the call went to the encoders. On CUDA the host waits until the loss is done).
+            embeddings took; the rest of the call went to the encoders. On CUDA the host waits before the loss, and
+            until it is done).
 
     Returns:
         The loss, 0-d without a graph; the global batch's where the loss has a group. With metrics a dict of 0-d tensors
@@ -91,10 +92,11 @@ def cached_step(
     numbers = numbers_of(scale)
     replay = Replay(encode, inputs, chunk, split, sync, offload)
     timed = "loss_seconds" in metrics
-    start = mark() if timed else None
+    start = clock() if timed else 0.0
     value, gradients, outside = replay.differentiate(loss, numbers)
-    end = mark() if timed else None
     found = {"loss": value}
+    if timed:
+        found["loss_seconds"] = torch.tensor(clock() - start)
     if "scale" in metrics:
         shown = [x.detach() for x in replay.outputs if x.ndim < 2] + numbers
         if not shown:
@@ -106,8 +108,6 @@ def cached_step(
             raise ValueError(f"the metric 'rank@1' must have two (b, d) embeddings, got {len(matrices)}; leave it out")
         found["rank@1"] = rank_at_1(matrices[0], matrices[1])
     replay.run(gradients, outside, backward=backward)
-    if timed:
-        found["loss_seconds"] = torch.tensor(seconds(start, end))
     return found if metrics else value
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,18 +29,8 @@ def rank_at_1(query: Tensor, key: Tensor, tile: int | None = None) -> Tensor:
     return (ranks(query, key, tile=tile) == 0).float().mean()
 
 
-def mark() -> Any:
-    """The current time: an event on the current CUDA stream where CUDA is in use, else the host's clock."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return time.perf_counter()
-    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def seconds(start: Any, end: Any) -> float:
-    """The time between two marks; waits until the device has reached the second."""
-    if isinstance(start, float):
-        return float(end - start)
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
+def clock() -> float:
+    """The host's seconds, when CUDA, where it is in use, has done what was queued."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+    return time.perf_counter()
