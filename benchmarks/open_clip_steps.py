@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import statistics
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,6 +99,7 @@ def main() -> None:
     given = parser.parse_args()
     install()
     rows: list[dict[str, Any]] = []
+    facts = {**measurement_environment("cuda"), "model": "ViT-B-32, amp_bf16, AdamW", "rows": rows}
     # the curves of both ways, and then what fits
     for b, steps in ((CURVE, 16), *((b, 4) for b in given.batches)):
         for way in WAYS:
@@ -111,10 +111,8 @@ def main() -> None:
             rows.append(row)
             print(row, flush=True)
             torch.cuda.empty_cache()
-            write_json(
-                given.out, {**measurement_environment("cuda"), "model": "ViT-B-32, amp_bf16, AdamW", "rows": rows}
-            )
+            write_json(given.out, facts)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

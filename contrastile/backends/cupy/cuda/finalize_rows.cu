@@ -29,7 +29,8 @@ __device__ __forceinline__ void add_parts(const FinalizeRowsArguments& a, double
 
 // out = scale sums / gradient_scale, and inner = sum of <features_i, sums_i> / gradient_scale over the rows of all chunks.
 //
-// The shares of sums are added in their order, and read once: eight products at a time in float32, their sums in double. gradient_scale is a power of two.
+// The shares of sums are added in their order, and read once: eight products at a time in float32, their sums in
+// double. gradient_scale is a power of two.
 template <class T>
 __global__ void __launch_bounds__(256) finalize_rows(const __grid_constant__ FinalizeRowsArguments a) {
     static_assert(LINES == 8, "a warp takes one row");

@@ -6,10 +6,10 @@
 // columns' gradient). Grid of 2 ceil(height / 256) ceil(width / 256) shares blocks of PIPELINE_THREADS threads,
 // ALL_SHARED bytes of dynamic shared memory.
 //
-// A block makes a tile of 128 lines by 256 columns, of its share of the contraction. Its producer feeds a ring of stages, each one step of 64 of the
-// contraction: 128 x 64 of E, 64 x 256 of the features and 64 factors. Each of two consumers takes 64 lines: it reads its
-// part of E into registers, in the layout of wgmma's first operand, weights it, rounds it to bfloat16, and multiplies.
-// While the tensor cores work on one step a consumer weights the next.
+// A block makes a tile of 128 lines by 256 columns, of its share of the contraction. Its producer feeds a ring of
+// stages, each one step of 64 of the contraction: 128 x 64 of E, 64 x 256 of the features and 64 factors. Each of two
+// consumers takes 64 lines: it reads its part of E into registers, in the layout of wgmma's first operand, weights it,
+// rounds it to bfloat16, and multiplies. While the tensor cores work on one step a consumer weights the next.
 //
 // Blocks come in clusters of two, on neighbouring tiles of lines: the features of a step are copied half by each to both.
 // Clusters at work at the same time walk the same steps, those of the same lines side by side: E comes from memory once.
