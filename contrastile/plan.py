@@ -126,13 +126,9 @@ class Plan:
 
     def replaying(self) -> Plan:
         """The plan of an eager call of torch tensors. A process alone replays whole steps: see ``autograd.steps``."""
-        backend = self.backend
-        placement = self.problem.placement
-        if placement is None or not backend.replayable:
-            return self
-        # between messages primitives are replayed, and graphs hold torch's tensors
-        due = placement.exchange == "replicate" or backend.arrays.name == "torch"
-        return replace(self, replay=due) if due else self
+        # between messages primitives are replayed
+        due = self.problem.placement is not None and self.backend.replayable
+        return replace(self, replay=True) if due else self
 
     def with_arrays(self, arrays: Sequence[Any]) -> Plan:
         """The plan for other arrays, in the order of ``Problem.arrays``."""

@@ -114,10 +114,13 @@ class Step(Captured):
             self._loss = launch(args, kwargs)
             if self._upstream is None:
                 self._upstream = torch.ones_like(self._loss)
+            if wanted:
+                # grad_outputs would do it, and imports torch's symbolic shapes: seconds of a process's third step
+                self._loss.register_hook(lambda _: self._upstream)
             return [self._loss.detach()]
 
         def backward() -> list[Tensor]:
-            found = torch.autograd.grad(self._loss, wanted, self._upstream, retain_graph=True)
+            found = torch.autograd.grad(self._loss, wanted, retain_graph=True)
             return [x.detach() for x in found]
 
         graphs, found = record(where, [forward, backward] if wanted else [forward], pool)

@@ -35,6 +35,7 @@ from contrastile.backends.contract import (
     Statistics,
     Weights,
 )
+from contrastile.backends.over_torch import over_torch
 from contrastile.backends.settings import VARIABLES
 
 Tensors = Sequence[Any]
@@ -326,7 +327,8 @@ def _rebuilt(arrays: Tensors, block: Block) -> Block:
 
 @cache
 def replayed(backend: Backend) -> Backend:
-    """The backend, of torch tensors, whose ``lse`` and ``finished`` of small blocks come from graphs."""
+    """The backend as one of torch tensors, whose ``lse`` and ``finished`` of small blocks come from graphs."""
+    backend = over_torch(backend)
 
     def small(block: Block) -> bool:
         return fits(block.rows, block.columns.shape[0]) and can_capture(block.rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,30 @@ def test_every_property_of_ranks_holds(engine: str) -> None:
     chosen += ["--dtype", "float32", "bfloat16"]
     output = said(engine, "-m", "contrastile", "verify", "--world", engine, "--device", "cuda", *chosen)
     assert output.count("PASS: ") == 1, output
+
+
+# what one rank does at one step, and where every loss and gradient is right all the same
+FAULTS = {
+    **dict.fromkeys(("none", "empty rank"), ("ring", "gather", "replicate")),
+    # the backward of a replicated loss sends nothing
+    **dict.fromkeys(("skipped backward", "swapped backwards"), ("replicate",)),
+    **dict.fromkeys(("other scale", "skipped forward", "killed"), ()),
+}
+
+
+@pytest.mark.parametrize("backend", ["triton", "cupy"])
+@pytest.mark.parametrize("exchange", ["ring", "gather", "replicate"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_no_number_is_wrong_where_a_rank_fails(fault: str, exchange: str, backend: str) -> None:
+    if GPUS < 2:
+        pytest.skip("needs two GPUs")
+    words = [str(PROGRAMS / "faults.py"), "torch", fault, exchange, backend]
+    done = run("torch", GPUS, *words, PYTHONPATH=str(ROOT), CONTRASTILE_DEADLINE="10")
+    output = done.stdout + done.stderr
+    assert len(re.findall(" 0 wrong", done.stdout)) == done.stdout.count(" wrong"), output
+    right = exchange in FAULTS[fault]
+    assert (done.returncode == 0) == right, output
+    assert not right or done.stdout.count(" right 0 NaN 0 wrong \n") == GPUS, output
 
 
 def test_steps_replay_from_graphs_with_the_bits_of_eager_ones() -> None:
