@@ -23,12 +23,12 @@ from contrastile.verify.losses.selection import LossSelection
 from contrastile.verify.losses.subject import Loss
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Check
-from contrastile.verify.selection import FEW_CASES, Selection
+from contrastile.verify.selection import Selection
 from contrastile.verify.trial import skipped
 from contrastile.verify.worlds import Threads, World
 
 QUICK_CASES = (
-    *FEW_CASES,
+    *cases.FEW,
     *("batch-doubling", "peak-memory", "drawn", "front-door", "mistakes", "sharded"),
     *(f"public-losses:{interface}, calls" for interface in ("the function", "value_and_grad", "nn", "cached_step")),
 )

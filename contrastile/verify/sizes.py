@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from contrastile.verify.draws import sigmoid_problem, softmax_problem
 from contrastile.verify.rounding import round_to
 from contrastile.verify.trial import Subject
 
-CASE = "sizes"
+CASE, KINDS = "sizes", ("softmax", "sigmoid")
 
 DENSE = 130
 """In float32 on a host every size below is tried on each side: all remainders of tiles of up to 128."""
@@ -34,22 +34,21 @@ PAIRS = {"cpu": (1451, 1449, 2), "cuda": (3001, 2903, 8)}
 
 def sizes(subject: Subject, case: str) -> Comparisons:
     """Value and gradients are right at every size of rows, columns and features."""
-    for shape in _shapes(subject):
-        # on a host both kinds take the same tiles
-        for kind in ("softmax",) if shape == PAIRS["cpu"] else ("softmax", "sigmoid"):
+    for kinds, shape in _shapes(subject):
+        for kind in kinds:
             yield "{}, {} x {} x {}".format(kind, *shape), subject.compare(_problem(kind, *shape, subject.dtype))
 
 
-def _shapes(subject: Subject) -> Iterator[tuple[int, int, int]]:
-    """Rows, columns and features; each problem has its own size of at least one of them."""
+def _shapes(subject: Subject) -> Iterator[tuple[Sequence[str], tuple[int, int, int]]]:
+    """Kinds, and rows, columns and features; each problem has its own size of at least one of them."""
     if subject.dtype == "float32" and subject.device == "cpu":
-        # coprime with the prime DENSE + 1: each side runs through all sizes
-        yield from ((k, 37 * k % (DENSE + 1), 53 * k % (DENSE + 1)) for k in range(1, DENSE + 1))
-        yield from ((MANY, 3, 2), (3, MANY, 2), *LARGE)
-    if subject.dtype == "float32" or subject.device == "cuda":
-        yield PAIRS[subject.device]
-    yield from ((5, 7, width) for width in WIDTHS)
-    yield from (shape for count in COUNTS for shape in ((count, 7, 3), (6, count, 3)))
+        # coprime with the prime DENSE + 1: each side runs through all sizes; on a host both kinds take the same tiles
+        yield from ((KINDS[k % 2 :][:1], (k, 37 * k % (DENSE + 1), 53 * k % (DENSE + 1))) for k in range(1, DENSE + 1))
+        yield from ((KINDS[:1], shape) for shape in ((MANY, 3, 2), (3, MANY, 2), *LARGE, PAIRS["cpu"]))
+    elif subject.device == "cuda":
+        yield KINDS, PAIRS["cuda"]
+    yield from ((KINDS, (5, 7, width)) for width in WIDTHS)
+    yield from ((KINDS, shape) for count in COUNTS for shape in ((count, 7, 3), (6, count, 3)))
 
 
 def _problem(kind: str, m: int, n: int, d: int, dtype: str) -> Problem:
