@@ -148,7 +148,7 @@ def mpi(device: str) -> Iterator[Launched]:
         until(comm.Iallgather(np.array([len(mine)]), counts).Test, math.inf)
         found = bytearray(counts.sum())
         until(comm.Iallgatherv([mine, MPI.BYTE], [found, counts, MPI.BYTE]).Test, math.inf)
-        return [pickle.loads(each) for each in split(found, counts)]
+        return [pickle.loads(each) for each in split(found, counts.tolist())]
 
     yield Launched("mpi", launch, rank, size, everybody, comm.Dup)
 

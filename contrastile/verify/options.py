@@ -13,9 +13,9 @@ from contrastile.backends.arrays import FLOATS
 from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError
 from contrastile.environment import finds_a_gpu
 from contrastile.reporting import CannotRunError, one_line, require_packages, within
-from contrastile.verify import cases, launched, public, sharded, strategies
+from contrastile.verify import cases, launched, public, strategies
 from contrastile.verify.comparison import Comparisons, wrong
-from contrastile.verify.distributed import DISTRIBUTED
+from contrastile.verify.distributed import DISTRIBUTED, SHARDED
 from contrastile.verify.execution import DTYPES
 from contrastile.verify.losses import names
 from contrastile.verify.losses.claims import OBJECTIVES
@@ -141,7 +141,7 @@ def threads(options: argparse.Namespace) -> Threads | None:
 
 
 _PARTS: dict[str, Callable[[str], object]] = {
-    **dict.fromkeys((strategies.CASE, sharded.CASE), strategies.numbered),
+    **dict.fromkeys((strategies.CASE, SHARDED), strategies.numbered),
     **dict.fromkeys((public.CASE, public.RANKS_CASE, "ranks"), str),
 }
 

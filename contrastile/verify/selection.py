@@ -8,9 +8,9 @@ from functools import lru_cache, partial
 from typing import Any
 
 from contrastile.backends.contract import PRECISIONS, Backend
-from contrastile.verify import cases, sharded, strategies
+from contrastile.verify import cases, strategies
 from contrastile.verify.comparison import Comparisons
-from contrastile.verify.distributed import DISTRIBUTED
+from contrastile.verify.distributed import DISTRIBUTED, SHARDED
 from contrastile.verify.execution import DTYPES, one_thread
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Check
@@ -148,7 +148,7 @@ class Selection:
             "keep": self.keep,
             "property": each.name,
             "seed": self.seed,
-            "examples": self.examples if each.case in (strategies.CASE, sharded.CASE) else None,
+            "examples": self.examples if each.case in (strategies.CASE, SHARDED) else None,
             "device": None if self.device == "auto" else self.device,
         }
         ranks: dict[str, Any] = {} if self.world is None else {"world": self.world.size, "launch": self.world.launch}
