@@ -182,7 +182,8 @@ def over_ranks(objective: str, subject: Subject, case: str) -> Comparisons:
     few = [1] + [0] * (world.size - 2) + [_ROWS - 1] * (world.size > 1)
     cuts = {"uneven": [(2 * r + 3) % 5 for r in range(world.size)]}
     # no edge is one of a dtype
-    cuts |= {"one row": few, "even": [1] * world.size} if subject.dtype == "float32" else {}
+    if subject.dtype == "float32" or "float32" not in subject.backend.dtypes:
+        cuts |= {"one row": few, "even": [1] * world.size}
     for turn, (how, weights) in enumerate(cuts.items()):
         for share in _shared(objective, shares(_ROWS, weights), subject):
             # only what is divided by a sum over ranks can be taken for each rank's own; no option is one of edges

@@ -22,11 +22,8 @@ COUNTS = (*EDGES, 96, 192, 384, 768, 1536, 4096, 4097)
 WIDTHS = (*EDGES, 96, 160, 192, 320, 384, 640, 768, 896, 1152, 1280, 1536, 1792, 3072, 4096, 4101, 8192, 8193)
 """Both neighbours of powers of two, multiples of tiles, and the widths of common models."""
 
-MANY = 65537
-"""More rows, or columns, than 16 bits count."""
-
-LARGE = ((10007, 5, 129), (5, 10007, 129))
-"""Many rows, or columns, of many features each."""
+LARGE = ((65537, 3, 2), (3, 65537, 2), (10007, 5, 129), (5, 10007, 129))
+"""More rows, or columns, than 16 bits count; and many of them, of many features each."""
 
 PAIRS = {"cpu": (1451, 1449, 2), "cuda": (3001, 2903, 8)}
 """More pairs than 21 bits count; on a GPU more tiles than it computes at a time, so that each program has several."""
@@ -44,7 +41,7 @@ def _shapes(subject: Subject) -> Iterator[tuple[Sequence[str], tuple[int, int, i
     if subject.dtype == "float32" and subject.device == "cpu":
         # coprime with the prime DENSE + 1: each side runs through all sizes; on a host both kinds take the same tiles
         yield from ((KINDS[k % 2 :][:1], (k, 37 * k % (DENSE + 1), 53 * k % (DENSE + 1))) for k in range(1, DENSE + 1))
-        yield from ((KINDS[:1], shape) for shape in ((MANY, 3, 2), (3, MANY, 2), *LARGE, PAIRS["cpu"]))
+        yield from ((KINDS[:1], shape) for shape in (*LARGE, PAIRS["cpu"]))
     elif subject.device == "cuda":
         yield KINDS, PAIRS["cuda"]
     yield from ((KINDS, (5, 7, width)) for width in WIDTHS)
