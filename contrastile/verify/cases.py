@@ -50,6 +50,10 @@ def build(name: str, dtype: str) -> Problem:
     return replace(problem, rows=round_to(problem.rows, dtype), columns=columns)
 
 
+FEW = ("smoke", "ragged", "hot", "all-negative", "ids-drop@far", "labels", "blocks", "sigmoid-ids")
+"""One case of each kind."""
+
+
 def names() -> list[str]:
     return list(CASES)
 

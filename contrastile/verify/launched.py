@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.util
+import math
 import os
-import time
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+
 from contrastile.comm.communicator import Communicator, ExchangeError
 from contrastile.comm.connect import connect
-from contrastile.comm.watchdog import deadline_or
+from contrastile.comm.watchdog import deadline_or, until
 from contrastile.environment import finds_a_gpu
+from contrastile.verify.rearrange import split
 from contrastile.verify.worlds import LARGEST, Threads, World, WorldError, portable, simulated
 
 T = TypeVar("T")
@@ -140,11 +144,11 @@ def mpi(device: str) -> Iterator[Launched]:
 
     def everybody(x: Any) -> list[Any]:
         # a collective that waits spins, and takes the core from a rank that computes: ask instead, until all are here
-        here, pause = comm.Ibarrier(), 1e-5
-        while not here.Test():
-            time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
-        return comm.allgather(x)
+        mine, counts = pickle.dumps(x), np.empty(size, np.int64)
+        until(comm.Iallgather(np.array([len(mine)]), counts).Test, math.inf)
+        found = bytearray(counts.sum())
+        until(comm.Iallgatherv([mine, MPI.BYTE], [found, counts, MPI.BYTE]).Test, math.inf)
+        return [pickle.loads(each) for each in split(found, counts.tolist())]
 
     yield Launched("mpi", launch, rank, size, everybody, comm.Dup)
 

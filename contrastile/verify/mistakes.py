@@ -13,6 +13,7 @@ from contrastile.backends.contract import state_dtype
 from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
 from contrastile.verify.execution import putter
+from contrastile.verify.shards import EXCHANGES
 from contrastile.verify.trial import SkipError, Subject
 
 CASE = "mistakes"
@@ -35,7 +36,7 @@ def skipped_backward(subject: Subject, case: str) -> Comparisons:
         raise SkipError("the group can carry nothing afterwards: it needs several ranks of one process, give --world 3")
     put, x = putter(subject.backend.arrays, subject.device), np.eye(4, _WIDTH)
     pair = put(x, subject.dtype), put(x, subject.dtype)
-    for exchange in ("ring", "two-level", "gather"):
+    for exchange in EXCHANGES:
         for skips in (0, world.size - 1):
             settings: dict[str, Any] = {"backend": subject.name, **subject.settings, "exchange": exchange}
             program = partial(_error_of_two_calls, skips=skips, given=(*pair, 10.0), settings=settings)

@@ -13,9 +13,9 @@ from contrastile.backends.arrays import FLOATS
 from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError
 from contrastile.environment import finds_a_gpu
 from contrastile.reporting import CannotRunError, one_line, require_packages, within
-from contrastile.verify import cases, launched, public, sharded, strategies
+from contrastile.verify import cases, launched, public, strategies
 from contrastile.verify.comparison import Comparisons, wrong
-from contrastile.verify.distributed import DISTRIBUTED
+from contrastile.verify.distributed import DISTRIBUTED, SHARDED
 from contrastile.verify.execution import DTYPES
 from contrastile.verify.losses import names
 from contrastile.verify.losses.claims import OBJECTIVES
@@ -23,12 +23,12 @@ from contrastile.verify.losses.selection import LossSelection
 from contrastile.verify.losses.subject import Loss
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Check
-from contrastile.verify.selection import FEW_CASES, Selection
+from contrastile.verify.selection import Selection
 from contrastile.verify.trial import skipped
 from contrastile.verify.worlds import Threads, World
 
 QUICK_CASES = (
-    *FEW_CASES,
+    *cases.FEW,
     *("batch-doubling", "peak-memory", "drawn", "front-door", "mistakes", "sharded"),
     *(f"public-losses:{interface}, calls" for interface in ("the function", "value_and_grad", "nn", "cached_step")),
 )
@@ -141,7 +141,7 @@ def threads(options: argparse.Namespace) -> Threads | None:
 
 
 _PARTS: dict[str, Callable[[str], object]] = {
-    **dict.fromkeys((strategies.CASE, sharded.CASE), strategies.numbered),
+    **dict.fromkeys((strategies.CASE, SHARDED), strategies.numbered),
     **dict.fromkeys((public.CASE, public.RANKS_CASE, "ranks"), str),
 }
 

@@ -180,7 +180,10 @@ def over_ranks(objective: str, subject: Subject, case: str) -> Comparisons:
     """Each rank calls the public loss with its part, over every exchange, by each interface and reduction."""
     world = subject.ranks
     few = [1] + [0] * (world.size - 2) + [_ROWS - 1] * (world.size > 1)
-    cuts = {"uneven": [(2 * r + 3) % 5 for r in range(world.size)], "one row": few, "even": [1] * world.size}
+    cuts = {"uneven": [(2 * r + 3) % 5 for r in range(world.size)]}
+    # no edge is one of a dtype
+    if subject.dtype == "float32" or "float32" not in subject.backend.dtypes:
+        cuts |= {"one row": few, "even": [1] * world.size}
     for turn, (how, weights) in enumerate(cuts.items()):
         for share in _shared(objective, shares(_ROWS, weights), subject):
             # only what is divided by a sum over ranks can be taken for each rank's own; no option is one of edges
@@ -188,8 +191,8 @@ def over_ranks(objective: str, subject: Subject, case: str) -> Comparisons:
                 continue
             for at, exchange in enumerate(SCHEDULES):
                 ways = list(enumerate(_interfaces(subject, share)))
-                # edges are the exchange's, and options the problem's, whoever asks for them
-                every = how == "uneven" and share.label not in OPTIONS
+                # edges are the exchange's, and arguments the problem's, whoever asks for them: each asks for some
+                every = (how, share.label) == ("uneven", CALLS)
                 for place, interface in ways if every else [ways[(turn + at) % len(ways)]]:
                     reduction = ("mean", "sum")[(turn + place) % 2]
                     label = ", ".join((share.label, exchange, how, interface.name, reduction))

@@ -8,9 +8,9 @@ from functools import lru_cache, partial
 from typing import Any
 
 from contrastile.backends.contract import PRECISIONS, Backend
-from contrastile.verify import cases, sharded, strategies
+from contrastile.verify import cases, strategies
 from contrastile.verify.comparison import Comparisons
-from contrastile.verify.distributed import DISTRIBUTED
+from contrastile.verify.distributed import DISTRIBUTED, SHARDED
 from contrastile.verify.execution import DTYPES, one_thread
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Check
@@ -20,17 +20,16 @@ from contrastile.verify.worlds import World
 _EARLY = 2
 """Cases that run before the properties that have a case of their own."""
 
-FEW_CASES = ("smoke", "ragged", "hot", "all-negative", "ids-drop@far", "labels", "blocks", "sigmoid-ids")
-"""One case of each kind."""
-
 STRUCTURE = (
     *("tiles", "options", "shift", "split-merge", "duplicates", "upstream", "frozen", "accumulation"),
     *("guard-bands", "strided", "poisoned-memory", "non-finite"),
     *("bars", "public-statistics", "symmetric", "determinism"),
+    *("reduction", "agreement", "delivery"),
 )
 """The properties that say how a result comes about, whatever its dtype.
 
-A whole run on a host tries them in float32 on every case, and in other dtypes on ``FEW_CASES``.
+A whole run on a host tries them in float32 on every case, and in other dtypes on ``cases.FEW``; those of ranks in the
+first dtype of the first backend.
 """
 
 
@@ -132,9 +131,10 @@ class Selection:
 
     def _repeats(self, subject: Subject, each: Property, case: str) -> bool:
         """Whether a check of a whole run says what that of another dtype has said."""
-        chosen = any(x is not None for x in (self.cases, self.properties, self.world)) or subject.device != "cpu"
+        chosen = any(x is not None for x in (self.cases, self.properties)) or subject.device != "cpu"
         first = subject.dtype == "float32" or "float32" not in {*self.dtypes} & subject.backend.dtypes
-        return not (chosen or first) and each.name in STRUCTURE and case not in FEW_CASES
+        first = first and (self.world is None or subject.name == next(iter(self.backends)))
+        return not (chosen or first) and each.name in STRUCTURE and case not in cases.FEW
 
     def _check(self, subject: Subject, each: Property, case: str, compare: Callable[[], Comparisons]) -> Check:
         several = subject.dtype == "float32" and len(subject.backend.precisions) > 1
@@ -148,7 +148,7 @@ class Selection:
             "keep": self.keep,
             "property": each.name,
             "seed": self.seed,
-            "examples": self.examples if each.case in (strategies.CASE, sharded.CASE) else None,
+            "examples": self.examples if each.case in (strategies.CASE, SHARDED) else None,
             "device": None if self.device == "auto" else self.device,
         }
         ranks: dict[str, Any] = {} if self.world is None else {"world": self.world.size, "launch": self.world.launch}

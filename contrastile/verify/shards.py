@@ -25,6 +25,8 @@ from contrastile.verify.rearrange import COLUMN_VECTORS, POINTERS, ROW_VECTORS, 
 from contrastile.verify.trial import Subject
 from contrastile.verify.truth import Outcome, Truth
 
+EXCHANGES = {"ring": "over a ring", "two-level": "over a ring of hosts", "gather": "with gathered columns"}
+
 
 def shares(total: int, weights: Sequence[int]) -> list[int]:
     """Whole shares of ``total`` in proportion to the weights, as they come; all weights 0 stand for equal ones."""

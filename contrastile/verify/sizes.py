@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from contrastile.verify.draws import sigmoid_problem, softmax_problem
 from contrastile.verify.rounding import round_to
 from contrastile.verify.trial import Subject
 
-CASE = "sizes"
+CASE, KINDS = "sizes", ("softmax", "sigmoid")
 
 DENSE = 130
 """In float32 on a host every size below is tried on each side: all remainders of tiles of up to 128."""
@@ -22,11 +22,8 @@ COUNTS = (*EDGES, 96, 192, 384, 768, 1536, 4096, 4097)
 WIDTHS = (*EDGES, 96, 160, 192, 320, 384, 640, 768, 896, 1152, 1280, 1536, 1792, 3072, 4096, 4101, 8192, 8193)
 """Both neighbours of powers of two, multiples of tiles, and the widths of common models."""
 
-MANY = 65537
-"""More rows, or columns, than 16 bits count."""
-
-LARGE = ((10007, 5, 129), (5, 10007, 129))
-"""Many rows, or columns, of many features each."""
+LARGE = ((65537, 3, 2), (3, 65537, 2), (10007, 5, 129), (5, 10007, 129))
+"""More rows, or columns, than 16 bits count; and many of them, of many features each."""
 
 PAIRS = {"cpu": (1451, 1449, 2), "cuda": (3001, 2903, 8)}
 """More pairs than 21 bits count; on a GPU more tiles than it computes at a time, so that each program has several."""
@@ -34,22 +31,21 @@ PAIRS = {"cpu": (1451, 1449, 2), "cuda": (3001, 2903, 8)}
 
 def sizes(subject: Subject, case: str) -> Comparisons:
     """Value and gradients are right at every size of rows, columns and features."""
-    for shape in _shapes(subject):
-        # on a host both kinds take the same tiles
-        for kind in ("softmax",) if shape == PAIRS["cpu"] else ("softmax", "sigmoid"):
+    for kinds, shape in _shapes(subject):
+        for kind in kinds:
             yield "{}, {} x {} x {}".format(kind, *shape), subject.compare(_problem(kind, *shape, subject.dtype))
 
 
-def _shapes(subject: Subject) -> Iterator[tuple[int, int, int]]:
-    """Rows, columns and features; each problem has its own size of at least one of them."""
+def _shapes(subject: Subject) -> Iterator[tuple[Sequence[str], tuple[int, int, int]]]:
+    """Kinds, and rows, columns and features; each problem has its own size of at least one of them."""
     if subject.dtype == "float32" and subject.device == "cpu":
-        # coprime with the prime DENSE + 1: each side runs through all sizes
-        yield from ((k, 37 * k % (DENSE + 1), 53 * k % (DENSE + 1)) for k in range(1, DENSE + 1))
-        yield from ((MANY, 3, 2), (3, MANY, 2), *LARGE)
-    if subject.dtype == "float32" or subject.device == "cuda":
-        yield PAIRS[subject.device]
-    yield from ((5, 7, width) for width in WIDTHS)
-    yield from (shape for count in COUNTS for shape in ((count, 7, 3), (6, count, 3)))
+        # coprime with the prime DENSE + 1: each side runs through all sizes; on a host both kinds take the same tiles
+        yield from ((KINDS[k % 2 :][:1], (k, 37 * k % (DENSE + 1), 53 * k % (DENSE + 1))) for k in range(1, DENSE + 1))
+        yield from ((KINDS[:1], shape) for shape in (*LARGE, PAIRS["cpu"]))
+    elif subject.device == "cuda":
+        yield KINDS, PAIRS["cuda"]
+    yield from ((KINDS, (5, 7, width)) for width in WIDTHS)
+    yield from ((KINDS, shape) for count in COUNTS for shape in ((count, 7, 3), (6, count, 3)))
 
 
 def _problem(kind: str, m: int, n: int, d: int, dtype: str) -> Problem:

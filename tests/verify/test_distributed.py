@@ -15,9 +15,10 @@ from contrastile.comm.communicator import Hosts
 from contrastile.schedules import triangle_over_ranks
 from contrastile.schedules.placement import Placement
 from contrastile.verify import cases, launched
-from contrastile.verify.distributed import DISTRIBUTED, EXCHANGES, several_ranks
+from contrastile.verify.distributed import DISTRIBUTED, several_ranks
 from contrastile.verify.runner import Run
 from contrastile.verify.selection import Selection
+from contrastile.verify.shards import EXCHANGES
 from contrastile.verify.trial import Subject
 from contrastile.verify.worlds import Threads, judged
 
