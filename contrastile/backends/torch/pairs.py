@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -62,52 +63,25 @@ class _Pointers:
 
     def __init__(self, column: torch.Tensor, columns: slice, sync: bool) -> None:
         self.every = sync and len(column) > 0 and _lies_in(column, columns)
-        self._rows = self._inside = None
-        if not self.every:
-            inside = (column >= columns.start) & (column < columns.stop)
-            # on the host only rows that point into this tile; elsewhere all, clamped, and which of them really do
-            self._rows = torch.arange(len(column), device=column.device)
-            if sync:
-                self._rows = inside.nonzero().squeeze(1)
-                column = column[self._rows]
-            else:
-                self._inside = inside
-        self._column = (column - columns.start).clamp_(0, columns.stop - columns.start - 1)
+        # rows that point elsewhere read some column, and write what they have read
+        self._inside = None if self.every else ((column >= columns.start) & (column < columns.stop))[:, None]
+        self._column = (column - columns.start).clamp_(0, columns.stop - columns.start - 1)[:, None]
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
-        if self.every:
-            return x.gather(1, self._column[:, None]).squeeze(1)
-        return x[self._rows, self._column]
+        return x.gather(1, self._column).squeeze(1)
 
-    def write(self, x: torch.Tensor, value: float | torch.Tensor) -> None:
-        if self.every:
-            # the two take unlike arguments
-            if isinstance(value, torch.Tensor):
-                x.scatter_(1, self._column[:, None], value[:, None])
-            else:
-                x.scatter_(1, self._column[:, None], value)
-            return
+    def write(self, x: torch.Tensor, value: Any) -> None:
+        value = value[:, None] if isinstance(value, torch.Tensor) else value
         if self._inside is not None:
-            value = torch.where(self._inside, value, self.read(x))
-        elif isinstance(value, torch.Tensor):
-            value = value[self._rows]
-        x[self._rows, self._column] = value
+            value = torch.where(self._inside, value, x.gather(1, self._column))
+        x.scatter_(1, self._column, value)
 
     def negate(self, x: torch.Tensor) -> None:
-        found = self.read(x)
-        if self.every:
-            self.write(x, -found)
-        else:
-            x[self._rows, self._column] = -found if self._inside is None else torch.where(self._inside, -found, found)
+        self.write(x, -self.read(x))
 
     def note(self, x: torch.Tensor, into: torch.Tensor) -> None:
         found = self.read(x).to(into.dtype)
-        if self.every:
-            into.copy_(found)
-        elif self._inside is None:
-            into[self._rows] = found
-        else:
-            into.copy_(torch.where(self._inside, found, into))
+        into.copy_(found if self._inside is None else torch.where(self._inside.squeeze(1), found, into))
 
 
 class _Guide:
