@@ -21,18 +21,13 @@ def cut(x: torch.Tensor, where: slice) -> torch.Tensor:
 
 
 class _Diagonal:
-    """The pairs (i, i) of a block that lie in a tile.
-
-    Attributes:
-        rows: those of the tile that have theirs in it.
-        every: whether that is every row.
-    """
+    """The pairs (i, i) of a block that lie in a tile."""
 
     def __init__(self, rows: slice, columns: slice) -> None:
         self._offset = rows.start - columns.start
         start, stop = max(rows.start, columns.start), min(rows.stop, columns.stop)
-        self.rows = slice(start - rows.start, max(start, stop) - rows.start)
-        self.every = start == rows.start and stop == rows.stop
+        # the rows of the tile that have theirs in it
+        self._rows = slice(start - rows.start, max(start, stop) - rows.start)
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
         """The pairs' elements, which share x's memory. x: (tr, tc)."""
@@ -41,7 +36,7 @@ class _Diagonal:
     def write(self, x: torch.Tensor, value: float | torch.Tensor) -> None:
         """Write a value, or that of each row of the tile, (tr,), to the pairs. x: (tr, tc)."""
         if isinstance(value, torch.Tensor):
-            self.read(x).copy_(cut(value, self.rows))
+            self.read(x).copy_(cut(value, self._rows))
         else:
             self.read(x).fill_(value)
 
@@ -51,20 +46,16 @@ class _Diagonal:
 
     def note(self, x: torch.Tensor, into: torch.Tensor) -> None:
         """Copy the pairs' elements to their rows' places. x: (tr, tc), into: (tr,)."""
-        cut(into, self.rows).copy_(self.read(x))
+        cut(into, self._rows).copy_(self.read(x))
 
 
 class _Pointers:
-    """For each row of a tile, at most one of its columns.
-
-    Attributes:
-        every: whether every row is known to point into the tile.
-    """
+    """For each row of a tile, at most one of its columns."""
 
     def __init__(self, column: torch.Tensor, columns: slice, sync: bool) -> None:
-        self.every = sync and len(column) > 0 and _lies_in(column, columns)
+        every = sync and len(column) > 0 and _lies_in(column, columns)
         # rows that point elsewhere read some column, and write what they have read
-        self._inside = None if self.every else ((column >= columns.start) & (column < columns.stop))[:, None]
+        self._inside = None if every else ((column >= columns.start) & (column < columns.stop))[:, None]
         self._column = (column - columns.start).clamp_(0, columns.stop - columns.start - 1)[:, None]
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
@@ -221,16 +212,6 @@ class TilePairs:
     def matched(self) -> torch.Tensor | None:
         """The positive pairs that equal ids name, (tr, tc) bool; None where the tile has none."""
         return self._matched
-
-    @property
-    def names_every(self) -> bool:
-        """Whether an index is known to name a positive of every row in this tile."""
-        return self._positive is not None and self._positive.every
-
-    def named(self, x: torch.Tensor) -> torch.Tensor:
-        """Each row's named positive, where ``names_every``; it may share x's memory. x: (tr, tc); (tr,)."""
-        assert self._positive is not None
-        return self._positive.read(x)
 
     def note_named(self, x: torch.Tensor, logits: torch.Tensor) -> None:
         """Write to each row whose positive an index names in this tile that pair's element of x. logits: (tr,)."""

@@ -153,24 +153,12 @@ class _Found:
         m, n = block.rows.shape[0], block.columns.shape[0]
         self.block, self.pairs = block, BlockPairs(block, sync)
         self.sides = [SideSums(m, 1, block, identity)] + ([SideSums(n, 0, block, identity)] if columns else [])
-        self._logits: torch.Tensor | None = None
-        self._complete = False
-
-    @property
-    def logits(self) -> torch.Tensor:
-        """Those of the rows' named positives in base 2, float64; -inf of a row without one."""
-        found = self._logits
-        if found is None:
-            rows = self.block.rows
-            self._logits = found = rows.new_full((rows.shape[0],), -math.inf, dtype=torch.float64)
-        return found
+        # those of the rows' named positives in base 2; -inf of a row without one
+        self.logits = block.rows.new_full((m,), -math.inf, dtype=torch.float64)
 
     def take_named(self, tile: Tile) -> None:
         """Note the tile's logits of named positives; the tile must not have been silenced or shifted yet."""
-        if tile.rows.stop - tile.rows.start == self.block.rows.shape[0] and tile.pairs.names_every:
-            self._logits, self._complete = tile.pairs.named(tile.x).to(torch.float64, copy=True), True
-        else:
-            tile.pairs.note_named(tile.x, cut(self.logits, tile.rows))
+        tile.pairs.note_named(tile.x, cut(self.logits, tile.rows))
 
     def take_matched(self, tile: Tile, among: _Among, dtype: torch.dtype | None) -> None:
         """Add up the tile's logits of positives that ids name, in ``dtype``; the tile must not have been shifted yet.
@@ -191,8 +179,7 @@ class _Found:
 
     def has_infinite_positive(self) -> bool:
         """Whether a named positive's logit is +inf or NaN."""
-        found = self._logits
-        return found is not None and found.shape[0] > 0 and not float(found.amax()) < math.inf
+        return self.logits.shape[0] > 0 and not float(self.logits.amax()) < math.inf
 
     def reduce_named(self) -> None:
         """The positives' statistics, where indices name them: a column's positives are summed over its rows."""
@@ -203,7 +190,7 @@ class _Found:
         rows["positive"] = rows["total"] = self.logits
         if positives is None:
             rows["total"] = torch.zeros_like(self.logits)
-        elif not (isinstance(own, slice) or self._complete):
+        elif not isinstance(own, slice):
             rows["total"] = torch.where((positives >= 0) & (positives < n), self.logits, 0.0)
         for side in columns:
             if isinstance(own, slice):
