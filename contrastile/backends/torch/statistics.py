@@ -17,7 +17,7 @@ import torch
 
 from contrastile.backends.contract import Block, Options, SideStatistics, Statistics
 from contrastile.backends.pairs import merged_pairs, pair
-from contrastile.backends.torch.kept import Kept
+from contrastile.backends.torch.kept import room
 from contrastile.backends.torch.pairs import BlockPairs, cut
 from contrastile.backends.torch.products import LOG2_E, Products, converted, paired, state_of
 from contrastile.backends.torch.tiles import Tile, primitive, tiles
@@ -43,18 +43,17 @@ def keeping(block: Block, columns: bool, options: Options) -> Statistics:
 
     See ``contract.Backend.keeping``. Memory beyond the result: a tile, and O(m + n) in float64.
     """
-    kept = None if block.pairs.limited else Kept.new(block.rows, block.columns, state_of(block.rows))
+    kept = None if block.pairs.limited else room(block.rows, block.columns, state_of(block.rows))
     return _statistics(block, columns, options, kept)
 
 
-def _statistics(block: Block, columns: bool, options: Options, kept: Kept | None) -> Statistics:
+def _statistics(block: Block, columns: bool, options: Options, kept: torch.Tensor | None) -> Statistics:
     products = Products(block, unit=LOG2_E)
     found = _shared(block, columns, options, products, kept) if products.sync else None
     if found is None:
         found, kept = _own(block, columns, options, products), None
-    left = None if kept is None else kept.memory
     rows, *others = [side.statistics() for side in found.sides]
-    return Statistics(rows, others[0] if others else None, left)
+    return Statistics(rows, others[0] if others else None, kept)
 
 
 def smallest_sum(count: int, state: torch.dtype, reference: float = 0.0) -> float:
@@ -210,7 +209,7 @@ class _Found:
 
 
 def _shared(
-    block: Block, columns: bool, options: Options, products: Products, kept: Kept | None = None
+    block: Block, columns: bool, options: Options, products: Products, kept: torch.Tensor | None
 ) -> _Found | None:
     """One exponential per element; None when the sums show that it was not exact."""
     found = _Found(block, columns, 0.0, products.sync)
@@ -261,7 +260,7 @@ def _shared(
         return None
     found.reduce_named()
     if kept is not None:
-        kept.reference = reference or 0.0
+        kept[-1] = reference or 0.0
     return found
 
 
