@@ -10,6 +10,7 @@ from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, SideStatistics
 from contrastile.backends.objectives import STATISTICS
 from contrastile.comm import buffers
+from contrastile.comm.calls import Label
 from contrastile.schedules import local
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem
@@ -26,11 +27,16 @@ def phase(placement: Placement, wanted: local.Wanted | None = None) -> Iterator[
     """While open, a phase of the call: with ``wanted`` its backward, else its forward, which the handshake has begun.
 
     Raises:
-        ExchangeError: see ``Placement.enter``.
+        ExchangeError: a rank is at another call or phase, or wants other gradients, or did not answer within the
+            deadline; on every rank.
     """
     if wanted is not None and placement.size > 1:
         flags = (wanted.scale, wanted.bias, wanted.rows, *wanted.columns)
-        placement.enter("backward", sum(1 << i for i, flag in enumerate(flags) if flag))
+        # imported when called: ``import contrastile`` imports nothing but the standard library
+        import numpy as np
+
+        wants = sum(1 << i for i, flag in enumerate(flags) if flag)
+        placement.communicator.agree(np.empty(0, np.int64), Label(placement.serial, "backward", placement.loss, wants))
     try:
         yield
     finally:
