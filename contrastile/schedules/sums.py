@@ -73,16 +73,6 @@ def gathered_scalars(placement: Placement, arrays: ArrayLibrary, numbers: Sequen
     return gathered(placement, arrays, *((x.reshape((1,)), (1,) * placement.size) for x in numbers))
 
 
-def scalar_gather_buffers(
-    placement: Placement, arrays: ArrayLibrary, numbers: Sequence[Array]
-) -> tuple[list[Array], list[Array], dict[int, list[Array]]]:
-    """Buffers to send numbers to every rank: what is sent, all ranks' numbers, (n,) each, and their parts by sender."""
-    n = placement.size
-    whole = [arrays.empty((n,), arrays.dtype(x), x) for x in numbers]
-    incoming = {r: [x[r : r + 1] for x in whole] for r in range(n)}
-    return [x.reshape((1,)) for x in numbers], whole, incoming
-
-
 def finalize_loss(
     problem: Problem, loss: Array, rows: SideStatistics, arrays: ArrayLibrary, columns: SideStatistics | None = None
 ) -> local.Forward:
