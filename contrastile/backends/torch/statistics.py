@@ -176,10 +176,6 @@ class _Found:
         for side in self.sides:
             side.add("total", tile, total, dtype)
 
-    def has_infinite_positive(self) -> bool:
-        """Whether a named positive's logit is +inf or NaN."""
-        return self.logits.shape[0] > 0 and not float(self.logits.amax()) < math.inf
-
     def reduce_named(self) -> None:
         """The positives' statistics, where indices name them: a column's positives are summed over its rows."""
         if self.block.pairs.match == "target":
@@ -256,7 +252,8 @@ def _shared(
             # a logarithm is rounded at its own size: an integer is exact, and what it leaves is near 0
             mantissa, exponent = torch.frexp(side[name])
             side[name] = _log2(mantissa, exponent.double().add_(reference or 0.0), products.state)
-    if found.has_infinite_positive():
+    # a named positive's logit is +inf or NaN
+    if found.logits.shape[0] > 0 and not float(found.logits.amax()) < math.inf:
         return None
     found.reduce_named()
     if kept is not None:
