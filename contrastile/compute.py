@@ -223,5 +223,4 @@ def problem_gradients(
         sums = local.Sums.of(state)
         if placement is not None:
             return gradients_over_ranks(rows, scale, placement, sums, one * placement.factor, wanted, arrays)
-        assert problem.blocking is not None
-        return blocked.sigmoid_gradients(rows, scale, problem.blocking, sums, one, wanted, arrays)
+        return blocked.sigmoid_gradients(problem, sums, one, wanted, arrays)

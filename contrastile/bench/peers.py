@@ -46,18 +46,12 @@ class Implementation:
     separate_positives: bool = True
 
 
-def named(name: str) -> Implementation:
-    """The implementation of this name.
+def ours(name: str) -> Implementation:
+    """A backend behind the public functions, so that the calls timed are the calls that users make.
 
     Raises:
         ValueError, BackendUnavailableError, TypeError: see ``contrastile.backends.load``.
-        ImportError: the plain loss without torch.
     """
-    return plain() if name == PLAIN else ours(name)
-
-
-def ours(name: str) -> Implementation:
-    """A backend behind the public functions, so that the calls timed are the calls that users make."""
     backend = load(name)
     library = backend.arrays.name if backend.arrays.name == "numpy" or find_spec("torch") is None else "torch"
 

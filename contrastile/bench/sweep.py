@@ -22,7 +22,7 @@ from contrastile.backends.arrays import ITEMSIZE
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.bench import memory
 from contrastile.bench.agreement import Agreement, check
-from contrastile.bench.peers import CHECK_ROWS, PLAIN, Implementation, Step, named
+from contrastile.bench.peers import CHECK_ROWS, PLAIN, Implementation, Step, ours, plain
 from contrastile.bench.workloads import Workload, arguments, features
 from contrastile.environment import measurement_environment
 from contrastile.reporting import one_line
@@ -170,7 +170,7 @@ def run(settings: SweepSettings, advance: Advance) -> Sweep:
     """
     implementations, absent = [_named(name) for name in settings.backends], dict[str, str]()
     try:
-        implementations.append(named(PLAIN))
+        implementations.append(plain())
     except ImportError:
         absent[PLAIN] = "needs torch; run: pip install 'contrastile[torch]'"
     found = Sweep(settings, measurement_environment(settings.device))
@@ -206,7 +206,7 @@ def steps(settings: SweepSettings) -> int:
 
 def _named(name: str) -> Implementation:
     try:
-        return named(name)
+        return ours(name)
     except (Exception, SystemExit) as error:
         # importing a third-party backend may raise anything
         if str(error).startswith("backend "):

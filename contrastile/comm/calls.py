@@ -21,8 +21,8 @@ Phase = Literal["forward", "backward"]
 _PHASES: tuple[Phase, Phase] = "forward", "backward"
 
 _HEAD, _LOSS = struct.Struct("<6q"), 32
-NUMBERS_IN_FRAME = 16
-"""Numbers of a record that travel in one frame."""
+MOST = 16
+"""Numbers of a record at most."""
 
 SAME_CALLS = "every rank must make the same calls in the same order, forward and backward"
 
@@ -116,16 +116,14 @@ class Calls:
         numbers = label.serial, _PHASES.index(label.phase), label.wants, self._agreed, self.messages, size
         return _HEAD.pack(*numbers) + label.loss.encode()[:_LOSS].ljust(_LOSS, b"\0")
 
-    def frames(self, record: npt.NDArray[np.int64]) -> list[bytes]:
-        """A record in frames."""
-        head, content = self.head(record.size), record.tobytes()
-        step = 8 * NUMBERS_IN_FRAME
-        starts = range(0, max(len(content), 1), step)
-        return [head + content[start : start + step].ljust(step, b"\0") for start in starts]
+    def frame(self, record: npt.NDArray[np.int64]) -> bytes:
+        """A record in a frame, as long as any other."""
+        assert record.size <= MOST, f"a record must have at most {MOST} numbers, got {record.size}"
+        return self.head(record.size) + record.tobytes().ljust(8 * MOST, b"\0")
 
 
 def content(frame: bytes) -> bytes:
-    """The part of a record that a frame holds."""
+    """The record that a frame holds, and what fills it up."""
     return frame[_HEAD.size + _LOSS :]
 
 

@@ -135,7 +135,7 @@ class Communicator(ABC):
         """Every rank's record, (size, k) from (k,) each; it runs on the host and waits.
 
         Args:
-            record: (k,), the same k on every rank.
+            record: (k,), the same k on every rank, at most ``calls.MOST``.
             label: the phase of a call that begins here; None within a phase.
 
         Raises:
@@ -150,14 +150,12 @@ class Communicator(ABC):
 
         self.calls.enter(label)
         try:
-            found = [b""] * self.size
-            for own in self.calls.frames(np.ascontiguousarray(record, dtype=np.int64)):
-                frames = self.gather_bytes(own)
-                calls.compare(frames, self.global_ranks)
-                found = [before + calls.content(frame) for before, frame in zip(found, frames, strict=True)]
+            frames = self.gather_bytes(self.calls.frame(np.ascontiguousarray(record, dtype=np.int64)))
+            calls.compare(frames, self.global_ranks)
         finally:
             self.calls.agreed()
-        return np.array([np.frombuffer(x, np.int64, record.size) for x in found]).reshape(self.size, *record.shape)
+        found = [np.frombuffer(calls.content(frame), np.int64, record.size) for frame in frames]
+        return np.array(found).reshape(self.size, *record.shape)
 
     def tell(self, text: str) -> list[str]:
         """Every rank's text, by rank; it runs on the host and waits. For errors, and while connecting.

@@ -12,8 +12,8 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -219,19 +219,14 @@ class _Posted:
         del self.channel._under_way[id(self)]
 
 
-class _reaching:  # noqa: N801 - read as a statement
+@contextmanager
+def _reaching(rank: int) -> Iterator[None]:
     """While open, what torch.distributed raises is a PeerTimeout of this rank."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
-            said = str(error).partition("\n")[0]
-            # gloo puts a source location before its message, and the peer's address after it
-            text = said.rpartition(".cc:")[2].partition("] ")[2].partition(" [")[0] or said
-            how = "did not answer" if "imed out" in text else f"cannot be reached ({text})"
-            raise PeerTimeout([self.rank], how) from error
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        # gloo puts a source location before its message, and the peer's address after it
+        text = said.rpartition(".cc:")[2].partition("] ")[2].partition(" [")[0] or said
+        how = "did not answer" if "imed out" in text else f"cannot be reached ({text})"
+        raise PeerTimeout([rank], how) from error

@@ -19,9 +19,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary, library_of, transfer
-from contrastile.backends.contract import Array, Backend, Block, SideStatistics, Weights
+from contrastile.backends.contract import Array, Block, SideStatistics, Weights
 from contrastile.schedules import local, triangle
-from contrastile.schedules.problem import Blocking, Problem, marks_of
+from contrastile.schedules.beside import alongside
+from contrastile.schedules.problem import Problem, marks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,9 @@ class _StagedBlock:
 
 
 class _Blocks:
-    """The blocks of some matrices, and the copies that stage them on the device, for one pass.
+    """The blocks of a problem, and the copies that stage them on the device, for one pass.
+
+    Of the problem the features are the caller's, and all else is the backend's.
 
     Attributes:
         rows: the rows' parts.
@@ -91,12 +94,14 @@ class _Blocks:
         staging: makes the copies.
     """
 
-    def __init__(self, rows: Array, columns: Sequence[Array], blocking: Blocking, arrays: ArrayLibrary) -> None:
+    def __init__(self, problem: Problem, arrays: ArrayLibrary) -> None:
         # imported when called: ``import contrastile`` imports nothing but the standard library
         from contrastile.backends.staging import Staging
 
-        self.rows, self.columns = _parts([rows], blocking.block), _parts(columns, blocking.block)
-        self.source, self.arrays, self.most = library_of(rows), arrays, blocking.block
+        blocking, rows = problem.blocking, problem.rows
+        assert blocking is not None
+        self.rows, self.columns = (_parts(x, blocking.block) for x in ([rows], problem.columns or (rows,)))
+        self.source, self.arrays = library_of(rows), arrays
         self.staging = Staging(blocking.device, rows.device)
 
     def inside(self, x: Any) -> Array:
@@ -151,34 +156,6 @@ class _Blocks:
             block = part.block(*given) if problem.columns else triangle.across(part, *given)
             yield _StagedBlock(*place, block, starts[k], ends, None)
 
-    def parts(self, *matrices: Any) -> Iterator[tuple[slice, Any, list[Array]]]:
-        """Each block of some matrices, on the device, while the next one is on its way.
-
-        Gives its place, the first matrix's buffer, which may be written to, and the blocks.
-        """
-        places = [x.here for x in _parts(matrices[:1], self.most)]
-        buffers = [
-            [self.staging.buffer(min(self.most, len(x)), x.shape[1], self.source.dtype(x)) for x in matrices]
-            for _ in places[:2]
-        ]
-
-        def load(k: int) -> None:
-            for x, buffer in zip(matrices, buffers[k % 2], strict=True):
-                self.staging.load(x[places[k]], buffer)
-
-        for k, where in enumerate(places):
-            if k == 0:
-                load(0)
-            if k + 1 < len(places):
-                load(k + 1)
-            yield where, buffers[k % 2][0], [self.inside(self.staging.arrived(x)) for x in buffers[k % 2]]
-
-
-def _blocks(problem: Problem, backend: Backend) -> _Blocks:
-    """The blocks of a problem, of which the features are the caller's and all else is the backend's."""
-    assert problem.blocking is not None
-    return _Blocks(problem.rows, problem.columns or (problem.rows,), problem.blocking, backend.arrays)
-
 
 class _Sums:
     """The sums behind the gradients: on the device while they grow, at home when they are complete.
@@ -196,9 +173,7 @@ class _Sums:
         self._blocks, self._staging, self._factor, self._wanted = blocks, blocks.staging, factor, wanted
         features, width = blocks.source.dtype(problem.rows), problem.rows.shape[1]
         self._dtype = state if factor is None else features
-        # without gradients the scale's is made of the sums
-        keep_rows = wanted.rows or (wanted.scale and factor is None)
-        self.rows = self._staging.kept(problem.rows, self._dtype) if keep_rows else None
+        self.rows = self._staging.kept(problem.rows, self._dtype) if wanted.rows else None
         self.columns = tuple(
             self._staging.kept(x, self._dtype) if want else None
             for x, want in zip(problem.columns, wanted.columns, strict=True)
@@ -251,7 +226,7 @@ class _Sums:
         """Send home what a block has completed, and what its columns are to add to later."""
         row, column = self._blocks.rows[staged.row], self._blocks.columns[staged.column]
         if self._into is not None and staged.last:
-            if self._wanted.scale and self._factor is not None:
+            if self._wanted.scale:
                 inner = self._blocks.arrays.inner(staged.block.rows, self._into)
                 self.inner = inner if self.inner is None else self.inner + inner
             if self.rows is not None:
@@ -276,7 +251,7 @@ class _Sums:
 def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The softmax loss and its log-sum-exps, on the device: see ``local.forward``."""
     backend, options = work
-    blocks = _blocks(problem, backend)
+    blocks = _Blocks(problem, backend.arrays)
     if _single(problem):
         alone = local.forward if problem.columns else triangle.forward
         return alone(_fetched(blocks, problem), work, wanted=wanted)
@@ -311,7 +286,7 @@ def backward(
 ) -> local.Gradients:
     """Gradients of ``upstream * loss`` for the softmax loss: see ``local.backward``."""
     backend, options = work
-    blocks, arrays = _blocks(problem, backend), backend.arrays
+    blocks, arrays = _Blocks(problem, backend.arrays), backend.arrays
     if _single(problem):
         alone = local.backward if problem.columns else triangle.backward
         found = alone(_fetched(blocks, problem), saved, upstream, wanted, work)
@@ -329,7 +304,7 @@ def backward(
         sums.done(staged, columns)
     blocks.staging.synchronize()
     scale = None if sums.inner is None else arrays.cast(sums.inner, arrays.dtype(problem.scale))
-    found = local.Gradients(sums.rows if wanted.rows else None, sums.columns, scale, None)
+    found = local.Gradients(sums.rows, sums.columns, scale, None)
     return found if problem.columns else triangle.counted_once(found)
 
 
@@ -371,9 +346,12 @@ def _kept(blocks: _Blocks, problem: Problem, found: local.Gradients) -> local.Gr
 
 @local.ieee
 def sigmoid(problem: Problem, wanted: local.Wanted | None, work: local.Work) -> tuple[Array, local.Sums | None]:
-    """The sigmoid loss, on the device, and the sums behind its gradients, at home: see ``local.sigmoid``."""
+    """The sigmoid loss, on the device, and the sums behind its gradients, at home: see ``local.sigmoid``.
+
+    Behind the columns' comes what the scale's gradient is made of, on the device.
+    """
     backend, options = work
-    blocks, arrays = _blocks(problem, backend), backend.arrays
+    blocks, arrays = _Blocks(problem, backend.arrays), backend.arrays
     state = backend.state(blocks.source.dtype(problem.rows))
     sums = None if wanted is None else _Sums(blocks, problem, wanted, state, None)
     loss = total = None
@@ -390,43 +368,30 @@ def sigmoid(problem: Problem, wanted: local.Wanted | None, work: local.Work) -> 
     if sums is None:
         return value, None
     blocks.staging.synchronize()
-    return value, local.Sums(sums.rows, sums.columns, total)
+    return value, local.Sums(sums.rows, (*sums.columns, sums.inner), total)
 
 
 @local.ieee
 def sigmoid_gradients(
-    rows: Array,
-    scale: Array,
-    blocking: Blocking,
-    sums: local.Sums,
-    upstream: Array,
-    wanted: local.Wanted,
-    arrays: ArrayLibrary,
+    problem: Problem, sums: local.Sums, upstream: Array, wanted: local.Wanted, arrays: ArrayLibrary
 ) -> local.Gradients:
-    """The sigmoid loss's gradients from its sums: see ``local.gradients_from_sums``."""
-    blocks = _Blocks(rows, (), blocking, arrays)
-    staging, dtype, number = blocks.staging, blocks.source.dtype(rows), arrays.dtype(scale)
-    d_rows = staging.kept(rows, dtype) if wanted.rows else None
-    d_scale: Array | None = None
-    if wanted.rows or wanted.scale:
-        for where, buffer, (x, features) in blocks.parts(sums.rows, rows):
-            only = local.Wanted(wanted.rows, (), wanted.scale)
-            part = local.gradients_from_sums(
-                features, scale, local.Sums(x, (), None), upstream, only, arrays, "float64"
-            )
-            if wanted.scale:
-                d_scale = part.scale if d_scale is None else d_scale + part.scale
-            if d_rows is not None:
-                staging.store(blocks.outside(part.rows, dtype), d_rows[where], buffer)
-    columns: list[Any] = []
-    for matrix, want in zip(sums.columns, wanted.columns, strict=True):
-        if matrix is None or not want:
-            columns.append(None)
-            continue
-        columns.append(staging.kept(matrix, dtype))
-        for where, buffer, (x,) in blocks.parts(matrix):
-            found = arrays.scaled(x, scale * upstream, arrays.dtype(x), consume=True)
-            staging.store(blocks.outside(found, dtype), columns[-1][where], buffer)
-    staging.synchronize()
-    bias = arrays.cast(sums.total * upstream, number) if wanted.bias else None
-    return local.Gradients(d_rows, tuple(columns), None if d_scale is None else arrays.cast(d_scale, number), bias)
+    """The sigmoid loss's gradients from its sums: those of features at home, a block of rows at a time."""
+    assert problem.blocking is not None
+    rows, (*columns, inner), number = problem.rows, sums.columns, arrays.dtype(problem.scale)
+    source, block = library_of(rows), problem.blocking.block
+    dtype, factor = source.dtype(rows), alongside(problem.scale * upstream, rows)
+
+    def scaled(x: Any, want: bool) -> Any:
+        if x is None or not want:
+            return None
+        out = source.empty(tuple(x.shape), dtype, x)
+        for start in range(0, x.shape[0], block):
+            out[start : start + block] = source.scaled(x[start : start + block], factor, dtype, consume=False)
+        return out
+
+    of_columns = tuple(scaled(x, want) for x, want in zip(columns, wanted.columns, strict=True))
+    d_scale, d_bias = (
+        arrays.cast(x * upstream, number) if want else None
+        for x, want in ((inner, wanted.scale), (sums.total, wanted.bias))
+    )
+    return local.Gradients(scaled(sums.rows, wanted.rows), of_columns, d_scale, d_bias)

@@ -23,7 +23,6 @@ from contrastile.schedules.sums import (
     gathered,
     mean,
     placed,
-    scalar_gather_buffers,
     scaled_weights,
     summed,
 )
@@ -151,8 +150,9 @@ def _returned(
     parts = buffers.split(whole, widths)
     others, shape, dtype = [r for r in range(n) if r != me], tuple(parts[me].shape), arrays.dtype(whole)
     arriving = {r: arrays.empty(shape, dtype, whole) for r in others}
-    own, totals, incoming = scalar_gather_buffers(placement, arrays, numbers)
+    own, totals = [x.reshape((1,)) for x in numbers], [arrays.empty((n,), arrays.dtype(x), x) for x in numbers]
     outgoing = {r: own if r == me else [parts[r], *own] for r in range(n)}
+    incoming = {r: [x[r : r + 1] for x in totals] for r in range(n)}
     for r in others:
         incoming[r].insert(0, arriving[r])
     placement.communicator.exchange(outgoing, incoming).wait()

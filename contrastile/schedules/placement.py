@@ -8,7 +8,6 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, get_args
 
-from contrastile.comm.calls import Label, Phase
 from contrastile.comm.communicator import Communicator, Hosts
 
 Schedule = Literal["ring", "two-level", "gather", "replicate"]
@@ -97,7 +96,7 @@ class Placement:
         exchange: the schedule.
         reduction: what the trainer does with the parameters' gradients over the ranks, "mean" or "sum".
         shards: of every rank.
-        serial: the number of the call: see ``Label``.
+        serial: the number of the call: see ``calls.Label``.
         loss: its name.
         unread: whether the scale or the bias is on a device, where this call is to compare it: see ``scalars``.
     """
@@ -139,14 +138,3 @@ class Placement:
         under a sum.
         """
         return float(self.size) if self.reduction == "mean" else 1.0
-
-    def enter(self, phase: Phase, wants: int) -> None:
-        """Agree with the other ranks that this phase of the call comes now, and on which gradients are wanted.
-
-        Raises:
-            ExchangeError: a rank is at another call or phase, or did not answer within the deadline; on every rank.
-        """
-        # imported when called: ``import contrastile`` imports nothing but the standard library
-        import numpy as np
-
-        self.communicator.agree(np.empty(0, np.int64), Label(self.serial, phase, self.loss, wants))

@@ -10,6 +10,7 @@ from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, SideStatistics
 from contrastile.backends.objectives import STATISTICS
 from contrastile.comm import buffers
+from contrastile.comm.calls import Label
 from contrastile.schedules import local
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem
@@ -26,11 +27,16 @@ def phase(placement: Placement, wanted: local.Wanted | None = None) -> Iterator[
     """While open, a phase of the call: with ``wanted`` its backward, else its forward, which the handshake has begun.
 
     Raises:
-        ExchangeError: see ``Placement.enter``.
+        ExchangeError: a rank is at another call or phase, or wants other gradients, or did not answer within the
+            deadline; on every rank.
     """
     if wanted is not None and placement.size > 1:
         flags = (wanted.scale, wanted.bias, wanted.rows, *wanted.columns)
-        placement.enter("backward", sum(1 << i for i, flag in enumerate(flags) if flag))
+        # imported when called: ``import contrastile`` imports nothing but the standard library
+        import numpy as np
+
+        wants = sum(1 << i for i, flag in enumerate(flags) if flag)
+        placement.communicator.agree(np.empty(0, np.int64), Label(placement.serial, "backward", placement.loss, wants))
     try:
         yield
     finally:
@@ -65,16 +71,6 @@ def gathered(placement: Placement, arrays: ArrayLibrary, *parts: tuple[Array, Se
 def gathered_scalars(placement: Placement, arrays: ArrayLibrary, numbers: Sequence[Array]) -> list[Array]:
     """Every rank's number, (n,), for each of this rank's, 0-d. One message for all."""
     return gathered(placement, arrays, *((x.reshape((1,)), (1,) * placement.size) for x in numbers))
-
-
-def scalar_gather_buffers(
-    placement: Placement, arrays: ArrayLibrary, numbers: Sequence[Array]
-) -> tuple[list[Array], list[Array], dict[int, list[Array]]]:
-    """Buffers to send numbers to every rank: what is sent, all ranks' numbers, (n,) each, and their parts by sender."""
-    n = placement.size
-    whole = [arrays.empty((n,), arrays.dtype(x), x) for x in numbers]
-    incoming = {r: [x[r : r + 1] for x in whole] for r in range(n)}
-    return [x.reshape((1,)) for x in numbers], whole, incoming
 
 
 def finalize_loss(

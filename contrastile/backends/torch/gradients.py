@@ -18,7 +18,6 @@ import torch
 from contrastile.backends.contract import Array, Bars, Block, Options, Pairs, SideWeights, Weights
 from contrastile.backends.pairs import difference, head, merged_pairs
 from contrastile.backends.torch.accumulators import Accumulators
-from contrastile.backends.torch.kept import Kept
 from contrastile.backends.torch.pairs import BlockPairs, Masks, cut
 from contrastile.backends.torch.products import LOG2_E, Products, converted
 from contrastile.backends.torch.statistics import farthest, shared_reference
@@ -56,8 +55,8 @@ def gradients(
     kept, shared, named = None, None, block.pairs.match != "target"
     # entries of certain positives are made of logits
     if weights.kept is not None and not certain:
-        kept = Kept(weights.kept)
-        shared = _shared(sides, named, state, kept.reference)
+        kept = weights.kept
+        shared = _shared(sides, named, state, float(kept[-1]))
     if shared is None:
         kept, shared = None, _shared(sides, named, state, None) if products.sync else None
     if kept is not None and block.pairs.match == "drop":

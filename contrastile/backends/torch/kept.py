@@ -26,28 +26,10 @@ def keeps(m: int, n: int, dtype: str, device: str, options: Options) -> int:
     return (m * n + 1) * size if m * n * size <= kept_bytes(options, CPU_KEEP_MIB) else 0
 
 
-class Kept:
-    """The exponentials of a block, tile after tile, and behind them the reference.
+def room(rows: torch.Tensor, columns: torch.Tensor, state: torch.dtype) -> torch.Tensor:
+    """Where the exponentials of a block go, tile after tile, and behind them the reference, 1-d: ``Statistics.kept``.
 
-    Of a pair that is not admitted, and of a positive that an index names, there is 0.
-
-    Attributes:
-        memory: 1-d in the state dtype, all of it: what ``Statistics.kept`` is.
+    Of a pair that is not admitted, and of a positive that an index names, there is 0. The reference is an integer,
+    which the state dtype holds.
     """
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-
-    @staticmethod
-    def new(rows: torch.Tensor, columns: torch.Tensor, state: torch.dtype) -> Kept:
-        """Room for a block."""
-        return Kept(rows.new_empty(rows.shape[0] * columns.shape[0] + 1, dtype=state))
-
-    @property
-    def reference(self) -> float:
-        """An integer, which the state dtype holds."""
-        return float(self.memory[-1])
-
-    @reference.setter
-    def reference(self, value: float) -> None:
-        self.memory[-1] = value
+    return rows.new_empty(rows.shape[0] * columns.shape[0] + 1, dtype=state)

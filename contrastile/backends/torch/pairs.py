@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,18 +21,13 @@ def cut(x: torch.Tensor, where: slice) -> torch.Tensor:
 
 
 class _Diagonal:
-    """The pairs (i, i) of a block that lie in a tile.
-
-    Attributes:
-        rows: those of the tile that have theirs in it.
-        every: whether that is every row.
-    """
+    """The pairs (i, i) of a block that lie in a tile."""
 
     def __init__(self, rows: slice, columns: slice) -> None:
         self._offset = rows.start - columns.start
         start, stop = max(rows.start, columns.start), min(rows.stop, columns.stop)
-        self.rows = slice(start - rows.start, max(start, stop) - rows.start)
-        self.every = start == rows.start and stop == rows.stop
+        # the rows of the tile that have theirs in it
+        self._rows = slice(start - rows.start, max(start, stop) - rows.start)
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
         """The pairs' elements, which share x's memory. x: (tr, tc)."""
@@ -40,7 +36,7 @@ class _Diagonal:
     def write(self, x: torch.Tensor, value: float | torch.Tensor) -> None:
         """Write a value, or that of each row of the tile, (tr,), to the pairs. x: (tr, tc)."""
         if isinstance(value, torch.Tensor):
-            self.read(x).copy_(cut(value, self.rows))
+            self.read(x).copy_(cut(value, self._rows))
         else:
             self.read(x).fill_(value)
 
@@ -50,64 +46,33 @@ class _Diagonal:
 
     def note(self, x: torch.Tensor, into: torch.Tensor) -> None:
         """Copy the pairs' elements to their rows' places. x: (tr, tc), into: (tr,)."""
-        cut(into, self.rows).copy_(self.read(x))
+        cut(into, self._rows).copy_(self.read(x))
 
 
 class _Pointers:
-    """For each row of a tile, at most one of its columns.
-
-    Attributes:
-        every: whether every row is known to point into the tile.
-    """
+    """For each row of a tile, at most one of its columns."""
 
     def __init__(self, column: torch.Tensor, columns: slice, sync: bool) -> None:
-        self.every = sync and len(column) > 0 and _lies_in(column, columns)
-        self._rows = self._inside = None
-        if not self.every:
-            inside = (column >= columns.start) & (column < columns.stop)
-            # on the host only rows that point into this tile; elsewhere all, clamped, and which of them really do
-            self._rows = torch.arange(len(column), device=column.device)
-            if sync:
-                self._rows = inside.nonzero().squeeze(1)
-                column = column[self._rows]
-            else:
-                self._inside = inside
-        self._column = (column - columns.start).clamp_(0, columns.stop - columns.start - 1)
+        every = sync and len(column) > 0 and _lies_in(column, columns)
+        # rows that point elsewhere read some column, and write what they have read
+        self._inside = None if every else ((column >= columns.start) & (column < columns.stop))[:, None]
+        self._column = (column - columns.start).clamp_(0, columns.stop - columns.start - 1)[:, None]
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
-        if self.every:
-            return x.gather(1, self._column[:, None]).squeeze(1)
-        return x[self._rows, self._column]
+        return x.gather(1, self._column).squeeze(1)
 
-    def write(self, x: torch.Tensor, value: float | torch.Tensor) -> None:
-        if self.every:
-            # the two take unlike arguments
-            if isinstance(value, torch.Tensor):
-                x.scatter_(1, self._column[:, None], value[:, None])
-            else:
-                x.scatter_(1, self._column[:, None], value)
-            return
+    def write(self, x: torch.Tensor, value: Any) -> None:
+        value = value[:, None] if isinstance(value, torch.Tensor) else value
         if self._inside is not None:
-            value = torch.where(self._inside, value, self.read(x))
-        elif isinstance(value, torch.Tensor):
-            value = value[self._rows]
-        x[self._rows, self._column] = value
+            value = torch.where(self._inside, value, x.gather(1, self._column))
+        x.scatter_(1, self._column, value)
 
     def negate(self, x: torch.Tensor) -> None:
-        found = self.read(x)
-        if self.every:
-            self.write(x, -found)
-        else:
-            x[self._rows, self._column] = -found if self._inside is None else torch.where(self._inside, -found, found)
+        self.write(x, -self.read(x))
 
     def note(self, x: torch.Tensor, into: torch.Tensor) -> None:
         found = self.read(x).to(into.dtype)
-        if self.every:
-            into.copy_(found)
-        elif self._inside is None:
-            into[self._rows] = found
-        else:
-            into.copy_(torch.where(self._inside, found, into))
+        into.copy_(found if self._inside is None else torch.where(self._inside.squeeze(1), found, into))
 
 
 class _Guide:
@@ -247,16 +212,6 @@ class TilePairs:
     def matched(self) -> torch.Tensor | None:
         """The positive pairs that equal ids name, (tr, tc) bool; None where the tile has none."""
         return self._matched
-
-    @property
-    def names_every(self) -> bool:
-        """Whether an index is known to name a positive of every row in this tile."""
-        return self._positive is not None and self._positive.every
-
-    def named(self, x: torch.Tensor) -> torch.Tensor:
-        """Each row's named positive, where ``names_every``; it may share x's memory. x: (tr, tc); (tr,)."""
-        assert self._positive is not None
-        return self._positive.read(x)
 
     def note_named(self, x: torch.Tensor, logits: torch.Tensor) -> None:
         """Write to each row whose positive an index names in this tile that pair's element of x. logits: (tr,)."""

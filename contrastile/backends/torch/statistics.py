@@ -17,7 +17,7 @@ import torch
 
 from contrastile.backends.contract import Block, Options, SideStatistics, Statistics
 from contrastile.backends.pairs import merged_pairs, pair
-from contrastile.backends.torch.kept import Kept
+from contrastile.backends.torch.kept import room
 from contrastile.backends.torch.pairs import BlockPairs, cut
 from contrastile.backends.torch.products import LOG2_E, Products, converted, paired, state_of
 from contrastile.backends.torch.tiles import Tile, primitive, tiles
@@ -43,18 +43,17 @@ def keeping(block: Block, columns: bool, options: Options) -> Statistics:
 
     See ``contract.Backend.keeping``. Memory beyond the result: a tile, and O(m + n) in float64.
     """
-    kept = None if block.pairs.limited else Kept.new(block.rows, block.columns, state_of(block.rows))
+    kept = None if block.pairs.limited else room(block.rows, block.columns, state_of(block.rows))
     return _statistics(block, columns, options, kept)
 
 
-def _statistics(block: Block, columns: bool, options: Options, kept: Kept | None) -> Statistics:
+def _statistics(block: Block, columns: bool, options: Options, kept: torch.Tensor | None) -> Statistics:
     products = Products(block, unit=LOG2_E)
     found = _shared(block, columns, options, products, kept) if products.sync else None
     if found is None:
         found, kept = _own(block, columns, options, products), None
-    left = None if kept is None else kept.memory
     rows, *others = [side.statistics() for side in found.sides]
-    return Statistics(rows, others[0] if others else None, left)
+    return Statistics(rows, others[0] if others else None, kept)
 
 
 def smallest_sum(count: int, state: torch.dtype, reference: float = 0.0) -> float:
@@ -153,24 +152,12 @@ class _Found:
         m, n = block.rows.shape[0], block.columns.shape[0]
         self.block, self.pairs = block, BlockPairs(block, sync)
         self.sides = [SideSums(m, 1, block, identity)] + ([SideSums(n, 0, block, identity)] if columns else [])
-        self._logits: torch.Tensor | None = None
-        self._complete = False
-
-    @property
-    def logits(self) -> torch.Tensor:
-        """Those of the rows' named positives in base 2, float64; -inf of a row without one."""
-        found = self._logits
-        if found is None:
-            rows = self.block.rows
-            self._logits = found = rows.new_full((rows.shape[0],), -math.inf, dtype=torch.float64)
-        return found
+        # those of the rows' named positives in base 2; -inf of a row without one
+        self.logits = block.rows.new_full((m,), -math.inf, dtype=torch.float64)
 
     def take_named(self, tile: Tile) -> None:
         """Note the tile's logits of named positives; the tile must not have been silenced or shifted yet."""
-        if tile.rows.stop - tile.rows.start == self.block.rows.shape[0] and tile.pairs.names_every:
-            self._logits, self._complete = tile.pairs.named(tile.x).to(torch.float64, copy=True), True
-        else:
-            tile.pairs.note_named(tile.x, cut(self.logits, tile.rows))
+        tile.pairs.note_named(tile.x, cut(self.logits, tile.rows))
 
     def take_matched(self, tile: Tile, among: _Among, dtype: torch.dtype | None) -> None:
         """Add up the tile's logits of positives that ids name, in ``dtype``; the tile must not have been shifted yet.
@@ -189,11 +176,6 @@ class _Found:
         for side in self.sides:
             side.add("total", tile, total, dtype)
 
-    def has_infinite_positive(self) -> bool:
-        """Whether a named positive's logit is +inf or NaN."""
-        found = self._logits
-        return found is not None and found.shape[0] > 0 and not float(found.amax()) < math.inf
-
     def reduce_named(self) -> None:
         """The positives' statistics, where indices name them: a column's positives are summed over its rows."""
         if self.block.pairs.match == "target":
@@ -203,7 +185,7 @@ class _Found:
         rows["positive"] = rows["total"] = self.logits
         if positives is None:
             rows["total"] = torch.zeros_like(self.logits)
-        elif not (isinstance(own, slice) or self._complete):
+        elif not isinstance(own, slice):
             rows["total"] = torch.where((positives >= 0) & (positives < n), self.logits, 0.0)
         for side in columns:
             if isinstance(own, slice):
@@ -223,7 +205,7 @@ class _Found:
 
 
 def _shared(
-    block: Block, columns: bool, options: Options, products: Products, kept: Kept | None = None
+    block: Block, columns: bool, options: Options, products: Products, kept: torch.Tensor | None
 ) -> _Found | None:
     """One exponential per element; None when the sums show that it was not exact."""
     found = _Found(block, columns, 0.0, products.sync)
@@ -270,11 +252,12 @@ def _shared(
             # a logarithm is rounded at its own size: an integer is exact, and what it leaves is near 0
             mantissa, exponent = torch.frexp(side[name])
             side[name] = _log2(mantissa, exponent.double().add_(reference or 0.0), products.state)
-    if found.has_infinite_positive():
+    # a named positive's logit is +inf or NaN
+    if found.logits.shape[0] > 0 and not float(found.logits.amax()) < math.inf:
         return None
     found.reduce_named()
     if kept is not None:
-        kept.reference = reference or 0.0
+        kept[-1] = reference or 0.0
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 
 from contrastile.backends.arrays import TorchArrays
 from contrastile.backends.contract import Block, Footprint, Options
-from contrastile.backends.torch.kept import Kept, keeps
+from contrastile.backends.torch.kept import keeps
 from contrastile.backends.torch.pairs import BlockPairs, TilePairs, cut
 from contrastile.backends.torch.products import Products, has_mixed_product
 
@@ -49,7 +49,7 @@ def tiles(
     pairs: BlockPairs,
     products: Products,
     options: Options,
-    kept: Kept | None = None,
+    kept: torch.Tensor | None = None,
     *,
     known: bool = False,
 ) -> Iterator[Tile]:
@@ -62,7 +62,7 @@ def tiles(
     """
     m, n = block.rows.shape[0], block.columns.shape[0]
     tr, tc = tile_shape(m, n, options, products.sync)
-    x = block.rows.new_empty(tr * tc, dtype=products.state) if kept is None else kept.memory
+    x = block.rows.new_empty(tr * tc, dtype=products.state) if kept is None else kept
     spare, start = block.rows.new_empty(tr * tc, dtype=products.state), x.storage_offset()
     for c in range(0, n, tc):
         columns = slice(c, min(c + tc, n))
