@@ -8,7 +8,7 @@ from typing import Any, ClassVar, SupportsIndex, Unpack
 
 from contrastile.backends.registry import require
 from contrastile.evaluation import evaluate
-from contrastile.losses import clip_loss
+from contrastile.losses import clip_loss, sigmoid_loss
 from contrastile.plan import DEFAULTS, Settings, complete
 from contrastile.problems import BUILDERS, LossProblem
 from contrastile.schedules.handshake import Handshake
@@ -21,7 +21,8 @@ except ModuleNotFoundError:
     raise
 
 
-_USUAL = {name: each.default for name, each in signature(clip_loss).parameters.items()} | DEFAULTS
+_PARAMETERS = signature(clip_loss).parameters | signature(sigmoid_loss).parameters
+_USUAL = {name: each.default for name, each in _PARAMETERS.items()} | DEFAULTS
 
 
 class _Loss(torch.nn.Module):
@@ -247,7 +248,7 @@ class SigLipLoss(_Loss):
         world_size: see ``ClipLoss``.
         dist_impl: "bidir", "shift", "reduce", "gather" or None; changes nothing here: see ``exchange``.
         chunk_size: of open_clip 4; changes nothing here, where the matrix is never whole.
-        ids_are: see ``contrastile.sigmoid_loss``.
+        ids_are, mean_positives: see ``contrastile.sigmoid_loss``.
         **settings: see ``contrastile.plan.Settings``; ``parameter_reduction="mean"`` is right under DDP and FSDP.
 
     Raises:
@@ -266,6 +267,7 @@ class SigLipLoss(_Loss):
         *,
         chunk_size: int | None = None,
         ids_are: str = "false_negatives",
+        mean_positives: bool = False,
         **settings: Unpack[Settings],
     ) -> None:
         if dist_impl not in (None, "bidir", "shift", "reduce", "gather"):
@@ -273,7 +275,7 @@ class SigLipLoss(_Loss):
                 f"dist_impl must be one of bidir, shift, reduce, gather, got {dist_impl!r}; leave it out: exchange= "
                 "chooses here"
             )
-        super().__init__(rank, world_size, {"ids_are": ids_are}, **settings)
+        super().__init__(rank, world_size, {"ids_are": ids_are, "mean_positives": mean_positives}, **settings)
 
 
 class NTXentLoss(_Loss):
