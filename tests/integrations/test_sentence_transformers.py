@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import string
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -193,6 +194,40 @@ def test_gist_is_the_library_s(choice: tuple[bool, bool, float, int]) -> None:
     for x, y in zip(*found, strict=True):
         assert (x - y).abs().max().item() <= limit
     assert any(x.abs().max().item() > 0 for x in found[0])
+
+
+class Shifted(nn.Module):
+    """A guide's embeddings of a model's: positive similarities, some of them larger than a positive's."""
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**features, "sentence_embedding": 1.0 + features["sentence_embedding"].flip(1)}
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("many", [2, 3])
+def test_gist_encodes_once_and_is_the_library_s(tmp_path: Path, many: int, again: bool) -> None:
+    losses, ours = libraries()
+    model = tiny_models.sentences(tmp_path)
+    guide = tiny_models.sentences(tmp_path / "guide", string.ascii_lowercase[::-1] if again else string.ascii_lowercase)
+    guide.append(Shifted())
+    drawn = random.Random(many)
+    texts = [" ".join(drawn.choices(string.ascii_lowercase, k=1 + i % 5)) for i in range(many * ROWS)]
+    found = []
+    for kind in (losses.GISTEmbedLoss, ours.GISTEmbedLoss):
+        loss = kind(model, guide, 1 / SCALE, "relative" if again else "absolute", 0.02 * many)
+        assert loss.must_retokenize == again
+        model.zero_grad()
+        # the library's wrapper gives the same features at every width
+        value = losses.MatryoshkaLoss(model, loss, [8, 4])(
+            [model.preprocess(texts[i * ROWS : (i + 1) * ROWS]) for i in range(many)], None
+        )
+        value.backward()
+        found.append([value.detach(), *(x.grad for name, x in model.named_parameters() if "pooler" not in name)])
+    for x, y in zip(*found, strict=True):
+        assert (x - y).abs().max().item() <= 1e-12 * (1 + x.abs().max().item())
+    unguided = losses.MatryoshkaLoss(model, losses.GISTEmbedLoss(model, guide, 1 / SCALE, margin=-10.0), [8, 4])
+    every = unguided([model.preprocess(texts[i * ROWS : (i + 1) * ROWS]) for i in range(many)], None)
+    assert abs(every - found[0][0]) > 1e-3
 
 
 def test_what_it_cannot_compute_is_refused() -> None:
