@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contrastile.oracle.arrays import BoolArray, FloatArray, IntArray, float64
-from contrastile.oracle.general import gradient_of_logits, gradients, logits, loss, weighted_sum
+from contrastile.oracle.general import gradient_of_logits, gradients, logits, loss, lse, weighted_sum
 from contrastile.oracle.pairs import Match, Pairs, target_weights
 from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigmoid_terms
 
@@ -228,6 +228,25 @@ def siglip(
     b = len(I)
     pairs = Pairs(np.arange(b), row_ids, column_ids, match)
     return Form(I, T, scale, bias, pairs, u=_shares(weights, pairs.positive(b, b)), additive=True, mean=mean)
+
+
+def distillation(
+    I: npt.ArrayLike,
+    T: npt.ArrayLike,
+    scale: npt.ArrayLike,
+    teacher: tuple[npt.ArrayLike, npt.ArrayLike],
+    teacher_scale: float,
+) -> LossAndGradients:
+    """Half of sum_j -y_ij log p_ij over images and half of it over texts, y being the teacher's softmax (CRD of
+    CLIP-KD, Eq. 3 and 4; open_clip's ``DistillClipLoss``).
+
+    I, T: (b, d); teacher: (b, e) each.
+    """
+    x, z = logits(I, T, scale), logits(*teacher, teacher_scale)
+    every, half = np.ones(x.shape, np.bool_), np.full(len(x), 0.5 / max(len(x), 1))
+    y, y_c = np.exp(z - lse(z, axis=1)[:, None]), np.exp(z - lse(z, axis=0))
+    given = x, every, half, half, y, y_c
+    return LossAndGradients(loss(*given), *gradients(I, T, scale, gradient_of_logits(*given)))
 
 
 def _shares(weights: npt.ArrayLike | None, P: BoolArray) -> FloatArray:
