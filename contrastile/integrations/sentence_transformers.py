@@ -194,17 +194,11 @@ class CachedMultipleNegativesRankingLoss(_TwoPasses, losses.CachedMultipleNegati
 class _Guided:
     """What both losses with a guide make of embeddings."""
 
-    temperature: float
-    margin: float
-    margin_strategy: str
-    contrast_anchors: bool
-    contrast_positives: bool
-
     def __init__(self, *args: Any, settings: Settings | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = _checked(settings)
 
-    def _of(self, embeddings: Sequence[Tensor], of_guide: Sequence[Tensor]) -> Tensor:
+    def _of(self: Any, embeddings: Sequence[Tensor], of_guide: Sequence[Tensor]) -> Tensor:
         """The loss, 0-d, of (b, d) of each column, and of (b, e) that the guide gave them."""
         rows, columns = self._sides(embeddings)
         row_guide, column_guide = self._sides(of_guide)
@@ -220,7 +214,7 @@ class _Guided:
         )
         return cast(Tensor, value)
 
-    def _sides(self, embeddings: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def _sides(self: Any, embeddings: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The rows, and the blocks of columns under one softmax, of embeddings or of the guide's: see ``_softmax``."""
         anchors, positives, *negatives = (normalize(x, dim=-1) for x in embeddings)
         rows = {"query": anchors}
