@@ -237,10 +237,9 @@ def distillation(
     teacher: tuple[npt.ArrayLike, npt.ArrayLike],
     teacher_scale: float,
 ) -> LossAndGradients:
-    """Half of sum_j -y_ij log p_ij over images and half of it over texts, y being the teacher's softmax (CRD of
-    CLIP-KD, Eq. 3 and 4; open_clip's ``DistillClipLoss``).
+    """The mean cross-entropy of the teacher's softmax, halved over both directions (open_clip's ``DistillClipLoss``).
 
-    I, T: (b, d); teacher: (b, e) each.
+    I, T: (b, d), the student's features; teacher: (b, e) each.
     """
     x, z = logits(I, T, scale), logits(*teacher, teacher_scale)
     every, half = np.ones(x.shape, np.bool_), np.full(len(x), 0.5 / max(len(x), 1))
