@@ -285,8 +285,8 @@ class DistillClipLoss(ClipLoss):
         of_teacher = [x.detach().to(q.dtype) for x in (dist_image_features, dist_text_features)]
         wide = torch.cat([of_teacher[0], q, 0 * q], 1), torch.cat([of_teacher[1], 0 * k, k], 1)
         # the gradients of the global loss themselves, whatever a trainer makes of them
-        of_loss = value_and_grad(clip_loss, **{**self.settings, "parameter_reduction": "sum"})
-        _, (by_rows, by_columns, _) = of_loss(*wide, dist_logit_scale)
+        settings: Any = {**self.settings, "parameter_reduction": "sum"}
+        _, (by_rows, by_columns, _) = value_and_grad(clip_loss, **settings)(*wide, dist_logit_scale)
         d, state = q.shape[1], torch.promote_types(q.dtype, torch.float32)
         by_q, by_k = (x.to(state) / dist_logit_scale for x in (by_rows[:, -d:], by_columns[:, -2 * d : -d]))
         total, ranks = (q.detach() * by_q).sum(dtype=torch.float64), 1
