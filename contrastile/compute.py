@@ -180,7 +180,8 @@ def problem_loss(problem: Problem, work: local.Work, wanted: local.Wanted | None
             found: local.Forward = module.forward(problem, work, wanted=wanted)
             value = found.loss if problem.smoothing is None else beside.value(problem, found.loss, backend.arrays)
             return value, found.state
-        value, sums = module.sigmoid(problem, wanted, work)
+        several = problem.row_weight.ndim == 2
+        value, sums = module.sigmoid(problem, wanted, local.weighing_positives(work) if several else work)
         return value, () if sums is None else sums.state
 
 

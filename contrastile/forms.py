@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 from contrastile import validation
 from contrastile.backends.arrays import Array, ArrayLibrary
+from contrastile.schedules.handshake import Handshake
 
 Guide = tuple[Array, Array]
 """The guide's features of the rows and of the columns; None twice where there is no guide."""
-
-NO_GUIDE: Guide = (None, None)
 
 
 class Threshold(NamedTuple):
@@ -21,25 +20,16 @@ class Threshold(NamedTuple):
     value: float
     relative: bool
 
-    def of(self, arrays: ArrayLibrary, rows: Array, columns: Array, scale: Array, guide: Guide = NO_GUIDE) -> Array:
-        """The limits of rows whose positives are the columns of the same numbers, without a gradient.
-
-        They are logits, or dot products of the guide.
-        """
-        dtype, of_guide = arrays.dtype(scale), guide[0] is not None
-        q, k = guide if of_guide else (rows, columns)
-        own = arrays.row_dots(q, k[: rows.shape[0]], dtype)
-        found = own * (1.0 + self.value) if self.relative else own + self.value
-        return found if of_guide else arrays.detached(scale) * found
+    def of(self, own: Array) -> Array:
+        """The limits of rows whose positives have these dot products, as dot products."""
+        return own * (1.0 + self.value) if self.relative else own + self.value
 
 
-def threshold_of(
-    threshold: Any, threshold_is: Any, positives: Array | None = None, guide: Any = None
-) -> Threshold | None:
+def threshold_of(threshold: Any, threshold_is: Any, guide: Any = None) -> Threshold | None:
     """What two arguments of these names ask for; with a guide the threshold is 0 where it is left out.
 
     Raises:
-        TypeError, ValueError: one of them is wrong, or other columns than the rows' own are positive.
+        TypeError, ValueError: one of them is wrong.
     """
     if threshold_is not in ("absolute", "relative"):
         raise ValueError(
@@ -48,14 +38,32 @@ def threshold_of(
         )
     if threshold is None and guide is None:
         return None
-    if positives is not None:
-        name = "threshold" if guide is None else "guide"
-        raise ValueError(
-            f"{name} must be None with positives=, got both; give statistics() the row_limits of these positives"
-        )
     threshold = 0.0 if threshold is None else threshold
     most = sys.float_info.max
     return Threshold(validation.option("threshold", threshold, -most, most, "None"), threshold_is == "relative")
+
+
+def limits_of(
+    world: Handshake,
+    arrays: ArrayLibrary,
+    threshold: Threshold | None,
+    sides: tuple[Array, Sequence[Array]],
+    guide: Guide,
+    scale: Array,
+    where: Array | None = None,
+) -> Array | None:
+    """The limits of the rows, logits or dot products of the guide, without a gradient.
+
+    ``where`` are the numbers of the rows' positives among the columns of all ranks; None for the rows' own numbers.
+    """
+    if threshold is None:
+        return None
+    q, columns = sides if guide[0] is None else (guide[0], (guide[1],))
+    if where is None:
+        own = arrays.row_dots(q, columns[0][: q.shape[0]], arrays.dtype(scale))
+    else:
+        own = world.dots_at(arrays, q, columns, where, arrays.dtype(scale))
+    return threshold.of(own) if guide[0] is not None else arrays.detached(scale) * threshold.of(own)
 
 
 def form_of(

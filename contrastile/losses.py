@@ -224,7 +224,7 @@ def info_nce(
         weights: (m,), one for each query: see ``clip_loss``.
         label_smoothing: see ``clip_loss``; not where a column counts for some queries alone.
         margin: see ``clip_loss``.
-        threshold: see ``clip_loss``; not with ``positives``.
+        threshold: see ``clip_loss``.
         threshold_is: see ``clip_loss``.
         guide: (m, e) features of the queries and (n + all negatives, e) of the columns: see ``clip_loss``.
         **settings: see ``contrastile.plan.Settings``.
@@ -336,6 +336,7 @@ def sigmoid_loss(
     *,
     ids: Array | None = None,
     ids_are: str = "false_negatives",
+    mean_positives: bool = False,
     weights: Array | None = None,
     **settings: Unpack[Settings],
 ) -> Array:
@@ -349,6 +350,8 @@ def sigmoid_loss(
         ids: (b,) integers or None, of all ranks together.
         ids_are: what pairs of different rows with equal ids are: "false_negatives", which are left out, or "positives",
             as of an image with several captions.
+        mean_positives: with ``ids_are="positives"``, whether each of a row's k positives, of all ranks, weighs 1 / k,
+            so that no image counts for more because it has more captions. Every pair is then computed twice.
         weights: (b,), one for each image: see ``clip_loss``.
         **settings: see ``contrastile.plan.Settings``.
 
@@ -359,6 +362,5 @@ def sigmoid_loss(
         TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
             ``clip_loss``.
     """
-    return evaluate(
-        BUILDERS["sigmoid_loss"], settings, image, text, scale, bias, ids=ids, ids_are=ids_are, weights=weights
-    )
+    options: Any = {"ids_are": ids_are, "mean_positives": mean_positives, "weights": weights}
+    return evaluate(BUILDERS["sigmoid_loss"], settings, image, text, scale, bias, ids=ids, **options)

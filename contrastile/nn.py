@@ -7,8 +7,8 @@ from inspect import signature
 from typing import Any, ClassVar, SupportsIndex, Unpack
 
 from contrastile.backends.registry import require
-from contrastile.evaluation import evaluate
-from contrastile.losses import clip_loss
+from contrastile.evaluation import evaluate, value_and_grad
+from contrastile.losses import clip_loss, sigmoid_loss
 from contrastile.plan import DEFAULTS, Settings, complete
 from contrastile.problems import BUILDERS, LossProblem
 from contrastile.schedules.handshake import Handshake
@@ -21,7 +21,8 @@ except ModuleNotFoundError:
     raise
 
 
-_USUAL = {name: each.default for name, each in signature(clip_loss).parameters.items()} | DEFAULTS
+_PARAMETERS = signature(clip_loss).parameters | signature(sigmoid_loss).parameters
+_USUAL = {name: each.default for name, each in _PARAMETERS.items()} | DEFAULTS
 
 
 class _Loss(torch.nn.Module):
@@ -235,6 +236,79 @@ class CoCaLoss(ClipLoss):
         return {"contrastive_loss": contrastive, "caption_loss": caption} if output_dict else (contrastive, caption)
 
 
+class DistillClipLoss(ClipLoss):
+    """CLIP's loss and the distillation from a teacher's features, made and called as open_clip's ``DistillClipLoss``.
+
+    The distillation is half of both directions' cross-entropies of the teacher's softmax over the pairs of all ranks.
+    Values and gradients are of the global batch, as ``ClipLoss`` has them. With the teacher's G_t, which is the
+    gradient of *its* CLIP loss by its logits, the distillation is ``clip - sum_ij G_t,ij x_ij``, x being the student's
+    logits: dimensions of 0 beside the teacher's features receive ``G_t K`` and ``G_t^T Q``, in one call of the loss.
+
+    The arguments are those of ``ClipLoss`` without options. For 16-bit features ``G_t K`` is rounded as gradients are.
+
+    Raises:
+        ValueError, TypeError: see ``ClipLoss``; or there are options.
+    """
+
+    def __init__(self, *place: Any, **named: Any) -> None:
+        super().__init__(*place, **named)
+        given = [name for name, x in self.options.items() if x != _USUAL[name]]
+        if given:
+            raise ValueError(f"DistillClipLoss must have no {given[0]}, got one; add a ClipLoss of it")
+
+    def forward(  # type: ignore[override]
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        dist_image_features: Tensor,
+        dist_text_features: Tensor,
+        dist_logit_scale: Tensor | float,
+        output_dict: bool = False,
+    ) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
+        """Both losses, or ``{"contrastive_loss": ..., "distill_loss": ...}`` with ``output_dict``.
+
+        Args:
+            image_features: see ``ClipLoss``.
+            text_features: see ``ClipLoss``.
+            logit_scale: see ``ClipLoss``.
+            dist_image_features: (b, e) of the teacher, normalised by the caller; no gradient reaches them.
+            dist_text_features: (b, e) likewise.
+            dist_logit_scale: the teacher's factor, not 0.
+            output_dict: see ``ClipLoss``.
+
+        Raises:
+            TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
+                ``contrastile.clip_loss``.
+        """
+        q, k = image_features, text_features
+        of_teacher = [x.detach().to(q.dtype) for x in (dist_image_features, dist_text_features)]
+        wide = torch.cat([of_teacher[0], q, 0 * q], 1), torch.cat([of_teacher[1], 0 * k, k], 1)
+        # the gradients of the global loss themselves, whatever a trainer makes of them
+        settings: Any = {**self.settings, "parameter_reduction": "sum"}
+        _, (by_rows, by_columns, _) = value_and_grad(clip_loss, **settings)(*wide, dist_logit_scale)
+        d, state = q.shape[1], torch.promote_types(q.dtype, torch.float32)
+        by_q, by_k = (x.to(state) / dist_logit_scale for x in (by_rows[:, -d:], by_columns[:, -2 * d : -d]))
+        total, ranks = (q.detach() * by_q).sum(dtype=torch.float64), 1
+
+        def with_total(*args: Any, world: Handshake, **given: Any) -> LossProblem:
+            nonlocal total, ranks
+            found = BUILDERS["clip_loss"](*args, world=world, **given)
+            total = world.total(found.library, total)
+            ranks = 1 if world.placement is None else world.placement.size
+            return found
+
+        contrastive = self._evaluate(BUILDERS["clip_loss"] if self.group is None else with_total, q, k, logit_scale)
+        s = torch.as_tensor(logit_scale, dtype=contrastive.dtype, device=q.device).reshape(())
+        # see Placement.factor
+        factor = ranks if self.settings["parameter_reduction"] == "mean" else 1
+        learns = factor * (s.detach() * ((q * by_q).sum() + (k * by_k).sum()) + s * total / ranks)
+        distill = contrastive - (s.detach() * total + (learns - learns.detach())).to(contrastive.dtype)
+        if output_dict:
+            return {"contrastive_loss": contrastive, "distill_loss": distill}
+        return contrastive, distill
+
+
 class SigLipLoss(_Loss):
     """Sigmoid loss, made and called as open_clip's ``SigLipLoss``: see ``contrastile.sigmoid_loss``.
 
@@ -247,7 +321,7 @@ class SigLipLoss(_Loss):
         world_size: see ``ClipLoss``.
         dist_impl: "bidir", "shift", "reduce", "gather" or None; changes nothing here: see ``exchange``.
         chunk_size: of open_clip 4; changes nothing here, where the matrix is never whole.
-        ids_are: see ``contrastile.sigmoid_loss``.
+        ids_are, mean_positives: see ``contrastile.sigmoid_loss``.
         **settings: see ``contrastile.plan.Settings``; ``parameter_reduction="mean"`` is right under DDP and FSDP.
 
     Raises:
@@ -266,6 +340,7 @@ class SigLipLoss(_Loss):
         *,
         chunk_size: int | None = None,
         ids_are: str = "false_negatives",
+        mean_positives: bool = False,
         **settings: Unpack[Settings],
     ) -> None:
         if dist_impl not in (None, "bidir", "shift", "reduce", "gather"):
@@ -273,7 +348,7 @@ class SigLipLoss(_Loss):
                 f"dist_impl must be one of bidir, shift, reduce, gather, got {dist_impl!r}; leave it out: exchange= "
                 "chooses here"
             )
-        super().__init__(rank, world_size, {"ids_are": ids_are}, **settings)
+        super().__init__(rank, world_size, {"ids_are": ids_are, "mean_positives": mean_positives}, **settings)
 
 
 class NTXentLoss(_Loss):

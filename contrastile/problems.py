@@ -14,7 +14,7 @@ from contrastile import validation
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import state_dtype
 from contrastile.backends.objectives import STATISTICS
-from contrastile.forms import Guide, counts_of, form_of, negatives_of, threshold_of, without_padding
+from contrastile.forms import Guide, counts_of, form_of, limits_of, negatives_of, threshold_of, without_padding
 from contrastile.schedules.handshake import ALONE, Handshake
 from contrastile.schedules.local import Gradients, both_sides
 from contrastile.schedules.problem import Problem
@@ -52,7 +52,7 @@ def clip(
 ) -> LossProblem:
     """Both directions, halved: u = v = 1 / (2b); the positive of row i is column i."""
     check = world.known or validation
-    limit = threshold_of(threshold, threshold_is, None, guide)
+    limit = threshold_of(threshold, threshold_is, guide)
     form, agreed = form_of(ids, ids_are, sum_positives, label_smoothing, margin, limit, weights=weights, name="ids")
     arrays, (rows, columns) = check.features(world.alone, image=image, text=text)
     check.paired("image", image, "text", text, "use info_nce for keys without a query")
@@ -67,7 +67,7 @@ def clip(
         weight = _shares(world, arrays, check.floats("weights", weights, m, "pair", arrays, rows), state, 0.5)
     if ids_are == "positives":
         target, positives = _reciprocal(arrays, world.count_in(arrays, same, arrays.sorted(same)[0]), state), None
-    limits = None if limit is None else limit.of(arrays, rows, columns, factor, of_guide)
+    limits = limits_of(world, arrays, limit, (rows, (columns,)), of_guide, factor)
     problem = Problem(
         rows=rows,
         columns=(columns,),
@@ -118,7 +118,7 @@ def info_nce(
     are beside the blocks: see ``Problem.own_counts``.
     """
     check = world.known or validation
-    limit = threshold_of(threshold, threshold_is, positives, guide)
+    limit = threshold_of(threshold, threshold_is, guide)
     form, agreed = form_of(row_ids, ids_are, sum_positives, label_smoothing, margin, limit, positives, weights)
     of_ids = ids_are == "positives"
     has: dict[str, Any] = {"ids": row_ids is not None, "positives": of_ids or positives is not None}
@@ -158,7 +158,8 @@ def info_nce(
         weight = _shares(world, arrays, each, state)
     if where is not None:
         factor = _of_known(world, arrays, where, met.columns, factor)
-    elif not of_ids and in_batch:
+    limits = limits_of(world, arrays, limit, (rows, columns), of_guide, factor, where)
+    if where is None and not of_ids and in_batch:
         where = same
     placement = met.placement
     if own is not None and placement is not None and placement.exchange == "replicate":
@@ -175,7 +176,7 @@ def info_nce(
         column_ids=of_columns if in_batch or of_columns is None else of_columns[key.shape[0] :],
         placement=placement,
         whole=u if plain else None,
-        row_limits=None if limit is None else limit.of(arrays, rows, columns[0], factor, of_guide),
+        row_limits=limits,
         row_guide=of_guide[0],
         column_guide=of_guide[1],
         own_counts=None if own is None else 0 * counts if share_negatives else counts,
@@ -297,11 +298,14 @@ def sigmoid(
     *,
     ids: Array | None = None,
     ids_are: str = "false_negatives",
+    mean_positives: bool = False,
     weights: Array | None = None,
     world: Handshake = ALONE,
 ) -> LossProblem:
     """The additive loss over all pairs, divided by b: u = 1 / b; the positive of row i is column i."""
     check = world.known or validation
+    if mean_positives and ids_are != "positives":
+        raise ValueError("mean_positives must be False for one positive each, got True; give ids_are='positives'")
     form, agreed = form_of(ids, ids_are, weights=weights, name="ids")
     arrays, (rows, columns) = check.features(world.alone, image=image, text=text)
     check.paired("image", image, "text", text, "every image needs its text")
@@ -310,10 +314,17 @@ def sigmoid(
     factor = check.scalar("scale", scale, arrays, state, rows)
     added = check.scalar("bias", bias, arrays, state, rows)
     numbers = (scale, factor), (bias, added)
-    met = world.meet(arrays, rows, (columns,), *numbers, loss="sigmoid_loss", ids=ids is not None, **agreed)
+    has = {"ids": ids is not None, "mean_positives": bool(mean_positives)}
+    met = world.meet(arrays, rows, (columns,), *numbers, loss="sigmoid_loss", **has, **agreed)
     u, weight, target, own = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
-    if weights is not None:
-        weight = _shares(world, arrays, check.floats("weights", weights, m, "image", arrays, rows), state)
+    each = None if weights is None else check.floats("weights", weights, m, "image", arrays, rows)
+    if mean_positives:
+        each = arrays.full((m,), 1.0, "float64", rows) if each is None else each
+        share = _reciprocal(arrays, world.count_in(arrays, same, arrays.sorted(same)[0]), "float64")
+        parts = [_shares(world, arrays, each, state, part) for part in (share, 1.0 - share)]
+        weight = arrays.module.stack(parts, -1)
+    elif each is not None:
+        weight = _shares(world, arrays, each, state)
     problem = Problem(
         rows=rows,
         columns=(columns,),
@@ -450,8 +461,8 @@ def _of_known(
     return scale * arrays.where(outside, nan, 1.0)
 
 
-def _shares(world: Handshake, arrays: ArrayLibrary, weights: Array, state: str, whole: float = 1.0) -> Array:
-    """The weights, float64, divided by their sum over all ranks; 0 stays 0 where the sum is."""
+def _shares(world: Handshake, arrays: ArrayLibrary, weights: Array, state: str, whole: Any = 1.0) -> Array:
+    """The weights, float64, divided by their sum over all ranks, times ``whole``; 0 stays 0 where the sum is."""
     total = world.total(arrays, arrays.total(weights))
     return arrays.cast(arrays.where(weights == 0, 0.0, whole * weights / total), state)
 

@@ -1,6 +1,6 @@
 """open_clip's training loop, as it is, at a batch whose activations do not fit, and its command with these losses.
 
-Its loss classes are in ``contrastile.nn``: ``ClipLoss``, ``CoCaLoss`` and ``SigLipLoss``.
+Its loss classes are in ``contrastile.nn``: ``ClipLoss``, ``CoCaLoss``, ``DistillClipLoss`` and ``SigLipLoss``.
 """
 
 from __future__ import annotations

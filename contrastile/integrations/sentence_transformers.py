@@ -6,14 +6,15 @@ The classes are subclasses of the library's own, with its arguments, so that its
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from sentence_transformers.base.losses.merged_forward import embed_columns
 from sentence_transformers.sentence_transformer import losses
-from sentence_transformers.util import cos_sim, dot_score
+from sentence_transformers.util import batch_to_device, cos_sim, dot_score
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -190,28 +191,18 @@ class CachedMultipleNegativesRankingLoss(_TwoPasses, losses.CachedMultipleNegati
         return _differentiated(loss) if with_backward else loss
 
 
-class CachedGISTEmbedLoss(_TwoPasses, losses.CachedGISTEmbedLoss):  # type: ignore[misc]
-    """The library's ``CachedGISTEmbedLoss``, whose gradient cache is kept, with the loss in one call.
-
-    With ``mini_batch_size`` of the whole batch it is its ``GISTEmbedLoss``. The guide's embeddings are compared in the
-    dtype of the model's. Two things differ from the library: with ``gather_across_devices`` the anchors of all ranks
-    are contrasted, not a rank's own alone, and the value is that of the global batch; and where the guide finds a
-    positive's similarity negative, a relative margin raises the limit instead of lowering it.
-
-    The arguments, and what is raised, are those of ``CachedMultipleNegativesRankingLoss``.
-    """
+class _Guided:
+    """What both losses with a guide make of embeddings."""
 
     def __init__(self, *args: Any, settings: Settings | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = _checked(settings)
 
-    def calculate_loss(
-        self, reps: Sequence[Sequence[Tensor]], reps_guided: Sequence[Sequence[Tensor]], *, with_backward: bool = False
-    ) -> Tensor:
-        """As ``CachedMultipleNegativesRankingLoss``'s; the guide's embeddings are given as the model's."""
-        rows, columns = self._sides(reps)
-        row_guide, column_guide = self._sides(reps_guided)
-        loss: Tensor = info_nce(
+    def _of(self: Any, embeddings: Sequence[Tensor], of_guide: Sequence[Tensor]) -> Tensor:
+        """The loss, 0-d, of (b, d) of each column, and of (b, e) that the guide gave them."""
+        rows, columns = self._sides(embeddings)
+        row_guide, column_guide = self._sides(of_guide)
+        value = info_nce(
             rows,
             columns[0],
             1.0 / self.temperature,
@@ -221,11 +212,11 @@ class CachedGISTEmbedLoss(_TwoPasses, losses.CachedGISTEmbedLoss):  # type: igno
             threshold_is=self.margin_strategy,
             **_with_group(self),
         )
-        return _differentiated(loss) if with_backward else loss
+        return cast(Tensor, value)
 
-    def _sides(self, reps: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[Tensor]]:
+    def _sides(self: Any, embeddings: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The rows, and the blocks of columns under one softmax, of embeddings or of the guide's: see ``_softmax``."""
-        anchors, positives, *negatives = (normalize(torch.cat(list(chunks)), dim=-1) for chunks in reps)
+        anchors, positives, *negatives = (normalize(x, dim=-1) for x in embeddings)
         rows = {"query": anchors}
         columns = [{"query": positives}]
         if self.contrast_anchors:
@@ -236,6 +227,58 @@ class CachedGISTEmbedLoss(_TwoPasses, losses.CachedGISTEmbedLoss):  # type: igno
             columns.append({"document": positives})
         columns += [{"query": x} for x in negatives]
         return _beside(rows, rows), [_beside(rows, x) for x in columns]
+
+
+class GISTEmbedLoss(_Guided, losses.GISTEmbedLoss):  # type: ignore[misc]
+    """The library's ``GISTEmbedLoss`` in memory that is linear in the batch, with any number of hard negatives.
+
+    The guide's embeddings are compared in the dtype of the model's. Two things differ from the library: with
+    ``gather_across_devices`` the anchors of all ranks are contrasted, not a rank's own alone, and the value is that of
+    the global batch; and where the guide finds a positive's similarity negative, a relative margin raises the limit
+    instead of lowering it.
+
+    The arguments are the library's own and ``settings``. They, and what is raised, are as for
+    ``MultipleNegativesRankingLoss``.
+    """
+
+    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
+        """The loss, 0-d, of the features of anchors, of positives and of each column of hard negatives.
+
+        ``labels`` are not used.
+        """
+        features = list(sentence_features)
+        # a model writes into what it is given
+        of_guide = [dict(x) for x in features]
+        embeddings = embed_columns(self.model, features)
+        with torch.no_grad():
+            if self.must_retokenize:
+                of_guide = [self._tokenized_again(x) for x in features]
+            guided = embed_columns(self.guide, of_guide)
+        return self._of(embeddings, guided)
+
+    def _tokenized_again(self, features: Mapping[str, Any]) -> dict[str, Any]:
+        """The guide's features of the texts that the model's are of."""
+        ids = features["input_ids"]
+        if "cu_seq_lens_q" in features:
+            # texts one after another, without padding
+            ids = ids[0].split(features["cu_seq_lens_q"].diff().tolist())
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return cast("dict[str, Any]", batch_to_device(self.guide.preprocess(texts), self.guide.device))
+
+
+class CachedGISTEmbedLoss(_Guided, _TwoPasses, losses.CachedGISTEmbedLoss):  # type: ignore[misc]
+    """The library's ``CachedGISTEmbedLoss``, whose gradient cache is kept, with the loss in one call.
+
+    It differs from the library as ``GISTEmbedLoss`` does. The arguments, and what is raised, are those of
+    ``CachedMultipleNegativesRankingLoss``.
+    """
+
+    def calculate_loss(
+        self, reps: Sequence[Sequence[Tensor]], reps_guided: Sequence[Sequence[Tensor]], *, with_backward: bool = False
+    ) -> Tensor:
+        """As ``CachedMultipleNegativesRankingLoss``'s; the guide's embeddings are given as the model's."""
+        loss = self._of(*([torch.cat(list(chunks)) for chunks in each] for each in (reps, reps_guided)))
+        return _differentiated(loss) if with_backward else loss
 
 
 class _Again:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contrastile.oracle.arrays import BoolArray, FloatArray, IntArray, float64
-from contrastile.oracle.general import gradient_of_logits, gradients, logits, loss, weighted_sum
+from contrastile.oracle.general import gradient_of_logits, gradients, logits, loss, lse, weighted_sum
 from contrastile.oracle.pairs import Match, Pairs, target_weights
 from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigmoid_terms
 
@@ -66,6 +66,7 @@ class Form(NamedTuple):
     additive: whether it is the sigmoid loss, whose u is one number for all rows.
     first: where rows and columns are the same features, how many of them the first argument has; else None.
     options: of a softmax loss.
+    mean: of the sigmoid loss, whether the mean over a row's positives counts, not their sum.
     """
 
     q: FloatArray
@@ -78,6 +79,7 @@ class Form(NamedTuple):
     additive: bool = False
     first: int | None = None
     options: Options = PLAIN
+    mean: bool = False
 
 
 class Named(Generic[P]):
@@ -215,15 +217,35 @@ def siglip(
     column_ids: IntArray | None = None,
     match: Match = "drop",
     weights: npt.ArrayLike | None = None,
+    mean: bool = False,
 ) -> Form:
     """SigLIP: sum over all admitted pairs of softplus(-z_ij x_ij), over the batch size.
 
     I, T: (b, d), row i of each is a pair; scale: a number or (b,). Ids and `match` as in `Pairs`.
+    mean: whether each of a row's k positives weighs 1 / k; a negative always weighs 1.
     """
     I, T = float64(I), float64(T)
     b = len(I)
     pairs = Pairs(np.arange(b), row_ids, column_ids, match)
-    return Form(I, T, scale, bias, pairs, u=_shares(weights, pairs.positive(b, b)), additive=True)
+    return Form(I, T, scale, bias, pairs, u=_shares(weights, pairs.positive(b, b)), additive=True, mean=mean)
+
+
+def distillation(
+    I: npt.ArrayLike,
+    T: npt.ArrayLike,
+    scale: npt.ArrayLike,
+    teacher: tuple[npt.ArrayLike, npt.ArrayLike],
+    teacher_scale: float,
+) -> LossAndGradients:
+    """The mean cross-entropy of the teacher's softmax, halved over both directions (open_clip's ``DistillClipLoss``).
+
+    I, T: (b, d), the student's features; teacher: (b, e) each.
+    """
+    x, z = logits(I, T, scale), logits(*teacher, teacher_scale)
+    every, half = np.ones(x.shape, np.bool_), np.full(len(x), 0.5 / max(len(x), 1))
+    y, y_c = np.exp(z - lse(z, axis=1)[:, None]), np.exp(z - lse(z, axis=0))
+    given = x, every, half, half, y, y_c
+    return LossAndGradients(loss(*given), *gradients(I, T, scale, gradient_of_logits(*given)))
 
 
 def _shares(weights: npt.ArrayLike | None, P: BoolArray) -> FloatArray:
@@ -237,12 +259,14 @@ def _shares(weights: npt.ArrayLike | None, P: BoolArray) -> FloatArray:
 
 def evaluated(form: Form) -> LossAndGradients:
     """The loss and the gradients of a form."""
-    q, k, scale, bias, pairs, u, v, additive, first, options = form
+    q, k, scale, bias, pairs, u, v, additive, first, options, mean = form
     m, n = len(q), len(k)
     x, P, A = logits(q, k, scale, bias), pairs.positive(m, n), pairs.admitted(m, n)
     if additive:
-        G = u[:, None] * gradient_of_sigmoid_logits(x, P, 1.0, A)
-        return LossAndGradients(weighted_sum(u, sigmoid_terms(x, P, A).sum(axis=1)), *gradients(q, k, scale, G))
+        w = np.where(P, target_weights(P), 1.0) if mean else np.ones(P.shape)
+        G = u[:, None] * w * gradient_of_sigmoid_logits(x, P, 1.0, A)
+        value = weighted_sum(u, (w * sigmoid_terms(x, P, A)).sum(axis=1))
+        return LossAndGradients(value, *gradients(q, k, scale, G))
     lowered = np.where(P, options.margin, 0.0)
     compared = similarities(form, x)
     A, A_c = (A & (P | ~(compared > limit)) for limit in limits(form))

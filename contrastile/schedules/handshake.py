@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar, cast
@@ -192,21 +192,48 @@ class Handshake:
 
         Each rank's haystack is in rising order, and has one element for each of its rows, or of its columns.
         """
-        placement = self.placement
-        if placement is None:
+        if self.placement is None:
             return arrays.count_in(needles, haystack)
+        found = None
+        for _, part in self._every(self.placement, arrays, haystack, of_rows=of_rows):
+            here = arrays.count_in(needles, part)
+            found = here if found is None else found + here
+        return found
+
+    def dots_at(self, arrays: ArrayLibrary, rows: Array, columns: Sequence[Array], where: Array, dtype: str) -> Array:
+        """Each row's dot product with the column of its number among all ranks', (m,); the columns travel.
+
+        Without a gradient. A number that is no column's gives any.
+        """
+        found, start = arrays.full((rows.shape[0],), 0.0, dtype, rows), 0
+        parts: Iterable[tuple[int, Array]] = enumerate(columns)
+        if self.placement is not None:
+            own = arrays.detached(arrays.concat(list(columns)))
+            parts = self._every(self.placement, arrays, own, of_rows=False)
+        for number, x in parts:
+            if self.placement is not None:
+                start = self.placement.shards.start(number)
+            at, count = where - start, x.shape[0]
+            start += count
+            if count:
+                here = (at >= 0) & (at < count)
+                dots = arrays.row_dots(rows, arrays.take(x, arrays.where(here, at, 0)), dtype)
+                found = arrays.where(here, dots, found)
+        return found
+
+    @staticmethod
+    def _every(placement: Placement, arrays: ArrayLibrary, own: Array, *, of_rows: bool) -> Iterator[tuple[int, Array]]:
+        """Every rank's array, with its number; each has an element for each of its rank's rows, or columns."""
         from contrastile.schedules.hosts import visits
 
-        counts, found = placement.shards.rows if of_rows else placement.shards.widths, None
+        counts = placement.shards.rows if of_rows else placement.shards.widths
 
         def sizes(rank: int) -> tuple[int]:
             return (counts[rank],)
 
-        for _, runs in visits(placement, arrays, [arrays.contiguous(haystack)], sizes):
-            for (part,) in (part for run in runs for part in run.parted(sizes).values()):
-                here = arrays.count_in(needles, part)
-                found = here if found is None else found + here
-        return found
+        for _, runs in visits(placement, arrays, [arrays.contiguous(own)], sizes):
+            for run in runs:
+                yield from ((owner, x) for owner, (x,) in run.parted(sizes).items())
 
     def total(self, arrays: ArrayLibrary, x: Array) -> Array:
         """The sum of a 0-d array over the ranks, in their order: the same bits on each."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -12,6 +12,7 @@ from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import (
     Array,
     Backend,
+    Block,
     ColumnForm,
     LseFunction,
     Options,
@@ -279,6 +280,28 @@ def weighted_total(arrays: ArrayLibrary, weight: Array, x: Array) -> Array:
     """``sum_i weight_i x_i`` in float64, 0-d; a weight of 0 gives 0 for any x, NaN included."""
     weight = arrays.cast(weight, "float64")
     return arrays.total(arrays.where(weight == 0, 0.0, weight * arrays.cast(x, "float64")))
+
+
+def weighing_positives(work: Work) -> Work:
+    """What computes a sigmoid loss whose row weights are (m, 2): of the positives, and how much more a negative weighs.
+
+    Of each block the loss of all pairs by the first weights, and then that of the negatives alone by the second: no
+    term is taken off another, and the backend computes two losses that it knows.
+    """
+    backend, arrays = work.backend, work.backend.arrays
+
+    def sigmoid(
+        block: Block, row_weight: Array, row_gradient: Array | None, column_gradient: Array | None, options: Options
+    ) -> tuple[Array, Array]:
+        nowhere = arrays.full((block.rows.shape[0],), -1, "int64", block.rows)
+        negatives = replace(block, pairs=replace(block.pairs, match="drop", positives=nowhere))
+        found = [
+            backend.sigmoid(each, arrays.contiguous(row_weight[:, i]), row_gradient, column_gradient, options)
+            for i, each in enumerate((block, negatives))
+        ]
+        return arrays.module.stack([loss for loss, _ in found], -1), found[0][1] + found[1][1]
+
+    return work._replace(backend=replace(backend, sigmoid=sigmoid))
 
 
 @ieee

@@ -43,7 +43,7 @@ class Problem:
             are the same either way round, as in NT-Xent: n = m, each index names a row, excluded are none or each row
             from itself, and the rows' gradient is the features'.
         scale: 0-d, state dtype.
-        row_weight: (m,) u, state dtype.
+        row_weight: (m,) u, state dtype; of a sigmoid loss, (m, 2): see ``local.weighing_positives``.
         row_target: (m,) t, 1 / |P(i)|, or 0 where the row has no positive or its positives are not to count: each row
             of y sums to 1 or 0. Unused by the sigmoid loss.
         column_weight: (n,) v, or None for a loss of one direction.

@@ -94,6 +94,12 @@ class Arithmetic:
         depths = [self.accuracy.depth(terms) for terms in lengths if terms]
         return replace(self, accuracy=replace(self.accuracy, depth=int, tile=int)), width, *depths
 
+    @property
+    def twice(self) -> Arithmetic:
+        """Of a problem whose pairs are all computed twice, into the same sums."""
+        columns, rows = (replace(x, parts=2 * x.parts) for x in (self.over_columns, self.over_rows))
+        return replace(self, over_columns=columns, over_rows=rows)
+
     def product(self, terms: int, roundings: int) -> float:
         """Relative error, against the sum of magnitudes, of a matrix product of ``terms`` terms.
 

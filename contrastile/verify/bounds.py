@@ -182,8 +182,10 @@ def _beside(t: Truth, found: dict[str, Any], problem: Problem, upstream: Any, a:
 
 
 def _sigmoid(problem: Problem, t: Truth, a: Arithmetic, upstream: Any) -> Outcome:
-    """Value and gradients of the sigmoid loss from the same logits' error."""
+    """Value and gradients of the sigmoid loss from the same logits' error; no pair has more than both weights."""
     u, weight = a.accuracy.unit, np.abs(float64(problem.row_weight))
+    if weight.ndim == 2:
+        weight, a = weight.sum(axis=1), a.twice
     row_loss, dG = _sigmoid_errors(t, logit_error(t, a), upstream * weight, a)
     loss = float(np.where(weight == 0, 0.0, weight * row_loss).sum())
     magnitude = np.abs(t.G) + dG

@@ -147,10 +147,11 @@ def _shared(objective: str, rows: Sequence[int], subject: Subject) -> Iterator[S
     loss = of_interface(interface, objective, subject, subject.backend.arrays.name, "")
     names = {
         "clip_loss": (CALLS, "ids@far", "several", "smoothing", "margin", "threshold", "guide"),
-        "sigmoid_loss": (CALLS, "ids@far", "bias", "several"),
+        "sigmoid_loss": (CALLS, "ids@far", "bias", "several", "several@mean"),
         "info_nce": (
             CALLS,
-            *("negatives", "positives", "ids", "queue", "own-ids", "smoothing", "threshold", "guide@queue", *_OWN),
+            *("negatives", "positives", "ids", "queue", "own-ids", "smoothing", "threshold", "threshold@positives"),
+            *("guide@queue", "guide@positives", *_OWN),
         ),
         "nt_xent": (CALLS, "margin"),
         "sup_con": ("labels", "inside@labels"),

@@ -205,9 +205,10 @@ def _found(content: bytes) -> Truth:
             products, x = products - lowered, x - scale * lowered
         if problem.kind == "sigmoid":
             u = float64(problem.row_weight)
-            loss = float64(weighted_sum(u, sigmoid_terms(x, positive, admitted).sum(axis=1)))
+            pairs = u[:, None] if u.ndim == 1 else np.where(positive, u[:, :1], u.sum(axis=1, keepdims=True))
+            loss = float64(weighted_sum(pairs, sigmoid_terms(x, positive, admitted)))
             G = gradient_of_sigmoid_logits(x, positive, 1.0, admitted)
-            G = np.where(u[:, None] == 0, 0.0, upstream * u[:, None] * G)
+            G = np.where(pairs == 0, 0.0, upstream * pairs * G)
         else:
             bars = np.split(float64(upstream), [len(q)], axis=1) if problem.kind == "statistics" else (None, None)
             compared = similarities(problem, x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import string
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 pytestmark = pytest.mark.slow
 SCALE, STRENGTH = 5.0, 3.0
+STRATEGIES = "absolute", "relative"
 FURTHER = "query_to_query", "doc_to_query", "doc_to_doc"
 MODES = None, "in_batch_negatives", "hard_negatives", "all_negatives"
 
@@ -167,32 +169,40 @@ def test_both_passes_of_the_cached_loss_have_the_autocast_of_the_first(around: s
     assert seen.weight.grad.abs().min() > 0
 
 
-@pytest.mark.parametrize("choice", [*itertools.product((False, True), (False, True), (0.0, 0.05), (2, 3))])
-def test_gist_is_the_library_s(choice: tuple[bool, bool, float, int]) -> None:
+class Shifted(nn.Module):
+    """A guide's embeddings of a model's: positive similarities, some of them larger than a positive's."""
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**features, "sentence_embedding": 1.0 + features["sentence_embedding"].flip(1)}
+
+
+@pytest.mark.parametrize("name", ["GISTEmbedLoss", "CachedGISTEmbedLoss"])
+@pytest.mark.parametrize("choice", [*itertools.product((False, True), (False, True), (2, 3))])
+def test_gist_is_the_library_s(tmp_path: Path, name: str, choice: tuple[bool, bool, int]) -> None:
     losses, ours = libraries()
-    anchors, positives, margin, many = choice
-    drawn = torch.Generator().manual_seed(many)
-    first = torch.randn(2, ROWS, DIMENSION, dtype=torch.float64, generator=drawn)
-    # the guide's pairs are alike: none of its similarities of a positive is negative
-    embeddings, guide = (
-        [x[0], x[0] + x[1] / 2, *torch.randn(many - 2, ROWS, DIMENSION, dtype=torch.float64, generator=drawn)]
-        for x in (first, first.flip(2))
-    )
+    anchors, positives, many = choice
+    again = anchors == positives
+    model = tiny_models.sentences(tmp_path)
+    guide = tiny_models.sentences(tmp_path / "guide", string.ascii_lowercase[::-1] if again else string.ascii_lowercase)
+    guide.append(Shifted())
+    how: dict[str, Any] = {"temperature": 1 / SCALE, "contrast_anchors": anchors, "contrast_positives": positives}
+    how |= {"mini_batch_size": 3} if name.startswith("Cached") else {}
+    drawn = random.Random(many)
+    texts = [" ".join(drawn.choices(string.ascii_lowercase, k=1 + i % 5)) for i in range(many * ROWS)]
     found = []
-    for kind in (losses.CachedGISTEmbedLoss, ours.CachedGISTEmbedLoss):
-        loss = kind.__new__(kind)
-        nn.Module.__init__(loss)
-        how = {"contrast_anchors": anchors, "contrast_positives": positives, "margin": margin, "settings": {}}
-        how |= {"margin_strategy": "relative" if many == 2 else "absolute", "temperature": 1 / SCALE}
-        how |= {"gather_across_devices": False, "mini_batch_size": 3, "show_progress_bar": False}
-        vars(loss).update(how, similarity_fct=nn.CosineSimilarity(dim=-1), cross_entropy_loss=nn.CrossEntropyLoss())
-        given = [[x.clone().requires_grad_() for x in each.split(3)] for each in embeddings]
-        value = loss.calculate_loss(given, [each.split(3) for each in guide], with_backward=True)
-        found.append([value, *(x.grad for chunks in given for x in chunks)])
-    limit = allowed(5 * ROWS, SCALE)
-    for x, y in zip(*found, strict=True):
-        assert (x - y).abs().max().item() <= limit
-    assert any(x.abs().max().item() > 0 for x in found[0])
+    for library, margin in ((losses, 0.02 * many), (ours, 0.02 * many), (losses, -10.0)):
+        made = getattr(library, name)(model, guide, margin=margin, margin_strategy=STRATEGIES[anchors], **how)
+        assert made.must_retokenize == again
+        model.zero_grad()
+        # the library's wrapper gives the same features at every width
+        loss = losses.MatryoshkaLoss(model, made, [8, 4])
+        value = loss([model.preprocess(texts[i * ROWS : (i + 1) * ROWS]) for i in range(many)], None)
+        value.backward()
+        found.append([value.detach(), *(x.grad for name, x in model.named_parameters() if "pooler" not in name)])
+    for x, y in zip(*found[:2], strict=True):
+        assert (x - y).abs().max().item() <= 1e-12 * (1 + x.abs().max().item())
+    # with a margin below all similarities the guide leaves nothing out
+    assert abs(found[2][0] - found[0][0]) > 1e-3
 
 
 def test_what_it_cannot_compute_is_refused() -> None:

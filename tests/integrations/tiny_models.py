@@ -24,13 +24,14 @@ def siglip(dropout: float = 0.0) -> Any:
     return _made(SiglipModel, SiglipConfig, dropout)
 
 
-def sentences(folder: Path) -> Any:
-    """A SentenceTransformer with a tokenizer of letters; without dropout."""
+def sentences(folder: Path, letters: str = string.ascii_lowercase) -> Any:
+    """A SentenceTransformer with a tokenizer of letters, numbered in this order; without dropout."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
     from transformers import BertConfig, BertModel, BertTokenizer
 
-    words = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *string.ascii_lowercase
+    words = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters
+    folder.mkdir(exist_ok=True)
     (folder / "vocab.txt").write_text("\n".join(words))
     BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -102,8 +102,8 @@ def test_sup_con_without_any_positive_is_zero() -> None:
 
 
 @pytest.mark.parametrize("ids", [None, IDS])
-@pytest.mark.parametrize("match", ["drop", "target"])
-def test_siglip_is_the_sum_over_pairs_over_the_batch(ids: np.ndarray | None, match: str) -> None:
+@pytest.mark.parametrize(("match", "mean"), [("drop", False), ("target", False), ("target", True)])
+def test_siglip_is_the_sum_over_pairs_over_the_batch(ids: np.ndarray | None, match: str, mean: bool) -> None:
     if ids is None and match == "target":
         ids = np.arange(B)
     a, t, s, beta = leaves(I, T, S, -3.0)
@@ -111,14 +111,15 @@ def test_siglip_is_the_sum_over_pairs_over_the_batch(ids: np.ndarray | None, mat
     positive = torch.tensor(same if match == "target" else np.eye(B, dtype=bool))
     admitted = positive | torch.tensor((match == "target") | ~same)
     z = torch.where(positive, 1.0, -1.0).double()
-    value = -(logsigmoid(z * (s * a @ t.T + beta)) * admitted).sum() / B
-    found = siglip(I, T, S, -3.0, row_ids=ids, column_ids=ids, match=match)
-    check(
-        list(found),
-        value,
-        [a, t, s, beta],
-        sigmoid(Problem(I, T, S, -3.0, Pairs(np.arange(B), ids, ids, match)), B).all,
-    )
+    x = s * a @ t.T + beta
+    value = -(logsigmoid(z * x) * admitted).sum() / B
+    found = list(siglip(I, T, S, -3.0, row_ids=ids, column_ids=ids, match=match, mean=mean))
+    balls = sigmoid(Problem(I, T, S, -3.0, Pairs(np.arange(B), ids, ids, match)), B).all
+    if mean:
+        of_rows = (logsigmoid(x) * positive).sum(1)
+        value = value + (of_rows - of_rows / positive.sum(1)).sum() / B
+        balls = [Ball(x, 3 * ball.rad) for x, ball in zip(found, balls, strict=True)]
+    check(found, value, [a, t, s, beta], balls)
 
 
 def test_an_empty_batch_is_a_loss_of_zero() -> None:

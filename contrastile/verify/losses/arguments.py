@@ -127,7 +127,9 @@ def stated(objective: str, given: Arguments, weights: str = "float64") -> Proble
     bias = [given.bias or 0.0] if objective == "sigmoid_loss" else []
     if asked.get("ids_are") == "positives":
         more["match"] = "target"
-    if objective != "sigmoid_loss":
+    if objective == "sigmoid_loss":
+        more["mean"] = asked.get("mean_positives", False)
+    else:
         more["options"] = named.Options(
             asked.get("sum_positives") == "inside",
             asked.get("label_smoothing", 0.0),
@@ -140,14 +142,17 @@ def stated(objective: str, given: Arguments, weights: str = "float64") -> Proble
     m, n = len(form.q), len(form.k)
     positive = form.pairs.positive(m, n)
     v = form.v
+    u, target = form.u, target_weights(positive).max(axis=1, initial=0.0)
+    if form.mean:
+        u = np.stack([u * target, u * (1 - target)], axis=-1)
     limits = [x.ravel() if given.guide or "threshold" in asked else None for x in named.limits(form)]
     row_guide, column_guide = given.guide or (None, None)
     return Owned(
         rows=form.q,
         columns=split(form.k, blocks) if form.first is None else (form.k.copy(),),
         scale=float64(form.scale),
-        row_weight=round_to(form.u, weights),
-        row_target=target_weights(positive).max(axis=1, initial=0.0),
+        row_weight=round_to(u, weights),
+        row_target=target,
         kind="sigmoid" if form.additive else "inside" if form.options.inside else "softmax",
         smoothing=form.options.smoothing or None,
         margin=form.options.margin or None,

@@ -197,10 +197,16 @@ def _thresholded(
         given = _optional(*makes, weighted=relative)(draw, given)
         query, key = given.features
         x = query @ np.concatenate([key, *given.negatives]).T
-        own = x.diagonal()
-        beyond = x / own[:, None] - 1 if relative else x - own[:, None]
-        of_columns = x[:, : len(key)] / own - 1 if relative else x[:, : len(key)] - own
-        excess = np.concatenate([each[~np.eye(*each.shape, dtype=np.bool_)] for each in (beyond, of_columns)])
+        itself = np.arange(len(x))
+        positives = given.keywords.get("positives", itself)
+        own, square = x[itself, positives], x[:, : len(key)]
+        sides = (x, own[:, None], positives), *([] if positives is not itself else [(square, own, itself)])
+        excess = np.concatenate(
+            [
+                (each / limit - 1 if relative else each - limit)[at[:, None] != np.arange(each.shape[1])]
+                for each, limit, at in sides
+            ]
+        )
         high = np.sort(excess)[-90:-30]
         at = int(np.diff(high).argmax())
         options = {"threshold": float(high[at : at + 2].mean()), "threshold_is": "relative" if relative else "absolute"}
@@ -227,9 +233,13 @@ def _option(
 
 _SHARED: dict[str, Any] = {"ids_are": "positives"}
 _INSIDE: dict[str, Any] = {"sum_positives": "inside"}
+_MEAN: dict[str, Any] = {"mean_positives": True}
 _OPTIONS = (
     _option("weights", "weights of samples", HIGH, (*_ROWWISE, *_SELF, "sigmoid_loss"), _optional()),
     _option("several", "ids that are positives", 20.0, (*_BATCH, *_ONE), _optional(_few, **_SHARED)),
+    _option(
+        "several@mean", "positives that share a weight", 20.0, ("sigmoid_loss",), _optional(_few, **_SHARED, **_MEAN)
+    ),
     _option("own-ids", "a queue of positives", 20.0, _ONE, _optional(_queue, **_SHARED)),
     _option(
         "inside",
@@ -262,11 +272,13 @@ _OPTIONS = (
             ("", "negatives far above the positive are left out", _ROWWISE, _thresholded(), _unpaired),
             ("@ids", "beside false negatives", ("clip_loss",), _thresholded(_few), _unpaired),
             ("@queue", "of a queue, too", _ONE, _thresholded(_queue), _unpaired),
+            ("@positives", "above positives in three blocks", _ONE, _thresholded(_blocks), _unpaired),
             ("@exact", "products near limits", _ROWWISE, _optional(weighted=False, threshold=2.0**-13), _square(steps)),
         )
     ),
     _option("threshold@relative", "by a share of the positive", 20.0, _ROWWISE, _thresholded(relative=True)),
     _option("guide", "a guide without a threshold, and ties", 20.0, _ROWWISE, _optional(guided, weighted=False)),
+    _option("guide@positives", "of positives anywhere", 20.0, _ONE, _optional(_blocks, guided, threshold=-1.0)),
     _option("guide@queue", "of a queue", 20.0, _ONE, _optional(_queue, guided, threshold=0.5, threshold_is="relative")),
     *(
         replace(_option("own" + name, about, scale, _ONE, _optional(*[_queue] * queue, with_own, **options)), draw=draw)
