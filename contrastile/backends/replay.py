@@ -16,12 +16,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
-from functools import cache
+from dataclasses import fields, is_dataclass, replace
+from functools import cache, wraps
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from contrastile.backends.arrays import ArrayLibrary, TorchArrays, transfer, working_for
 from contrastile.backends.contract import (
     Array,
     Backend,
@@ -35,7 +36,6 @@ from contrastile.backends.contract import (
     Statistics,
     Weights,
 )
-from contrastile.backends.over_torch import over_torch
 from contrastile.backends.settings import VARIABLES
 
 Tensors = Sequence[Any]
@@ -325,10 +325,48 @@ def _rebuilt(arrays: Tensors, block: Block) -> Block:
     return replace(block, rows=rows, columns=columns, scale=scale, bias=bias, pairs=pairs)
 
 
+def _crossing(primitive: Callable[..., Any], ours: ArrayLibrary, theirs: ArrayLibrary) -> Callable[..., Any]:
+    """The primitive, of arrays of ``theirs``, as one of ``ours``; it writes to the same memory."""
+
+    @wraps(primitive)
+    def crossed(block: Block, *more: Any) -> Any:
+        with working_for(ours, theirs, block.rows):
+            found = primitive(*_moved((block, *more), lambda x: transfer(x, ours, theirs)))
+            return _moved(found, lambda x: transfer(x, theirs, ours))
+
+    return crossed
+
+
+def _moved(x: Any, move: Callable[[Array], Array]) -> Any:
+    """A primitive's arguments or results, with each array moved."""
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return x
+    if is_dataclass(x):
+        return replace(x, **{each.name: _moved(getattr(x, each.name), move) for each in fields(x)})  # type: ignore[type-var]
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return type(x)(*[_moved(each, move) for each in x])
+    if isinstance(x, (tuple, list)):
+        return type(x)(_moved(each, move) for each in x)
+    return move(x)
+
+
+def _over_torch(backend: Backend) -> Backend:
+    """The backend as one of torch's tensors, whose memory crosses at each primitive: graphs hold no other arrays."""
+    theirs = backend.arrays
+    if theirs.name == "torch":
+        return backend
+    ours = TorchArrays(torch)
+    names = "lse", "keeping", "gradients", "finished", "sigmoid"
+    crossed: dict[str, Any] = {name: getattr(backend, name) for name in names}
+    for name, primitive in crossed.items():
+        crossed[name] = primitive and _crossing(primitive, ours, theirs)
+    return replace(backend, arrays=ours, **crossed)
+
+
 @cache
 def replayed(backend: Backend) -> Backend:
     """The backend as one of torch tensors, whose ``lse`` and ``finished`` of small blocks come from graphs."""
-    backend = over_torch(backend)
+    backend = _over_torch(backend)
 
     def small(block: Block) -> bool:
         return fits(block.rows, block.columns.shape[0]) and can_capture(block.rows)

@@ -164,3 +164,20 @@ def test_primitives_between_messages_are_replayed(graphs: Graphs, monkeypatch: p
     before = len(finished_blocks)
     backend.finished(block, replace(weights, kept=rows), torch.tensor(3.0), "gradient", Options())
     assert finished_blocks[before:] == [block]
+
+
+def test_a_backend_of_other_arrays_becomes_one_of_torchs_over_the_same_memory() -> None:
+    backend = replay._over_torch(load("numpy"))
+    rows, columns = torch.randn(2, 5, 3, dtype=torch.float64).unbind()
+    block = Block(rows, columns, torch.tensor(2.0, dtype=torch.float64), None, Pairs(torch.arange(5)))
+    found = backend.lse(block, True, Options())
+    logits = 2 * rows @ columns.T
+    others = logits.masked_fill(torch.eye(5, dtype=torch.bool), -torch.inf)
+    assert found.columns is not None
+    torch.testing.assert_close(found.rows.negative_lse.sum(1), others.logsumexp(1))
+    torch.testing.assert_close(found.columns.positive_lse.sum(1), logits.diagonal())
+    into = torch.ones(5, 3, dtype=torch.float64)
+    ones = torch.ones(5, dtype=torch.float64)
+    backend.gradients(block, Weights(SideWeights(ones, *found.rows[:2], ones)), into, None, Options())
+    probability = logits.softmax(1) - torch.eye(5)
+    torch.testing.assert_close(into, 1 + probability @ columns)
