@@ -106,6 +106,9 @@ def examine() -> Iterator[Finding]:
     yield from _choices()
     for name, (extra, purpose) in EXTRAS.items():
         found = version(name)
+        if found and name == "mpi4py" and (reason := _without_mpi()):
+            yield Finding("package", name, "broken", f"{found}: {reason}", "pip install mpich, or load an MPI module")
+            continue
         remedy = "" if found or (name in NVIDIA and not has_a_gpu()) else f"pip install 'contrastile[{extra}]'"
         yield Finding(
             "package", name, "ok" if found else "missing", f"{found}: {purpose}" if found else purpose, remedy
@@ -177,6 +180,16 @@ def _choices() -> Iterator[Finding]:
             name = f"{dtype} on {place}" + (f": {', '.join(served)}" if len(taken) > 1 else "")
             how = f" with precision={choice.auto_precision(found.name)!r}" if dtype == "float32" else ""
             yield Finding("auto", name, "ok", f"{found.name}{how} ({found.why})")
+
+
+def _without_mpi() -> str:
+    """Why mpi4py has no MPI library, or "". Without one it breaks whoever asks for it, such as Lightning's Trainer."""
+    try:
+        # looks for the library, and does not initialise MPI
+        find_spec("mpi4py.MPI")
+    except (ImportError, OSError, RuntimeError) as error:
+        return str(error).partition("\n")[0]
+    return ""
 
 
 def _gpus() -> Iterator[Finding]:

@@ -169,6 +169,20 @@ class ClipLoss(_Loss):
         more = {"margin": margin, "threshold": threshold, "threshold_is": threshold_is}
         super().__init__(rank, world_size, {**options, **more}, **settings)
 
+    def get_logits(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(b, b) logits of images by texts, and of texts by images, of this rank's own pairs: for code that logs them.
+
+        This is the matrix that the loss itself never stores. open_clip's has the features of all ranks too.
+        """
+        of_images = logit_scale * image_features @ text_features.T + (0.0 if logit_bias is None else logit_bias)
+        return of_images, of_images.T
+
 
 class CoCaLoss(ClipLoss):
     """CLIP's loss and that of the captions, made and called as open_clip's ``CoCaLoss``.

@@ -103,9 +103,14 @@ def features(
 
 
 def _dense(name: str, x: Array, what: str, arrays: ArrayLibrary) -> None:
-    """Raise TypeError for a nested, quantized, sparse or masked array."""
+    """Raise TypeError for a nested, quantized, sparse, masked or distributed array."""
     kind = ""
     if arrays.name == "torch":
+        if hasattr(x, "device_mesh"):
+            raise TypeError(
+                f"{name} must be a {what} of this process, got a DTensor; give x.full_tensor(), or x.to_local() with "
+                "group= where it is sharded by rows"
+            )
         if x.is_nested or x.is_quantized:
             kind = "a nested tensor" if x.is_nested else "a quantized tensor"
         elif str(x.layout) != "torch.strided":

@@ -2,8 +2,8 @@
 
 docs/reference/errors.md is made from them. In the text a title follows ``==``; an error stands above its calls, with
 the array libraries to try and a package to hide while they run.
-Expressions see ``contrastile``, ``torch``, ``np``, ``InProcessGroup`` and, from one array library, ``image`` and
-``text`` (6, 5), ``key`` (11, 5) and ``labels`` (6,).
+Expressions see ``contrastile``, ``torch``, ``np``, ``InProcessGroup``, ``distributed`` and, from one array library,
+``image`` and ``text`` (6, 5), ``key`` (11, 5) and ``labels`` (6,).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed.tensor
 
 import contrastile
 from contrastile.backends import registry
@@ -62,7 +63,17 @@ def namespace(library: str) -> dict[str, Any]:
     arrays["labels"] = np.array([0, 1, 0, 2, 2, 7])
     if library == "torch":
         arrays = {name: torch.from_numpy(x) for name, x in arrays.items()}
-    return {"contrastile": contrastile, "InProcessGroup": InProcessGroup, "torch": torch, "np": np, **arrays}
+    made = {"InProcessGroup": InProcessGroup, "distributed": distributed}
+    return {"contrastile": contrastile, "torch": torch, "np": np, **made, **arrays}
+
+
+def distributed(x: torch.Tensor) -> torch.Tensor:
+    """A DTensor, on a mesh of one process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    made = torch.distributed.tensor.distribute_tensor(x, mesh, [torch.distributed.tensor.Shard(0)])
+    torch.distributed.destroy_process_group()
+    return made
 
 
 @contextlib.contextmanager

@@ -176,6 +176,15 @@ def test_it_finds_what_works_here(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert each["name"] in shown, each
 
 
+def test_doctor_says_that_mpi4py_finds_no_mpi() -> None:
+    """As after ``pip install mpi4py`` on a machine without MPI, where lightning.Trainer() raises."""
+    program = "from contrastile import doctor; doctor.known = dict; print(*doctor.examine())"
+    given = os.environ | {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=given).stdout
+    assert "state='broken', detail='" in said
+    assert ": cannot load MPI library', remedy='pip install mpich, or" in said
+
+
 def only(monkeypatch: pytest.MonkeyPatch, entry: Known, missing: str | None = None, name: str = "it") -> doctor.Finding:
     monkeypatch.setattr(doctor, "known", lambda: {name: entry})
     monkeypatch.setattr(doctor, "available", lambda: {name: missing})

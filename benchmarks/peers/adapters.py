@@ -7,8 +7,10 @@ itself.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import runpy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,6 +59,12 @@ def module(name: str) -> Any:
     """A published module, with stand-ins for what it imports and no loss uses."""
     stubs.install()
     return importlib.import_module(name)
+
+
+def alone(package: str, path: str) -> Any:
+    """A file of a published package, without what the package's own ``__init__`` imports."""
+    (folder,) = importlib.util.find_spec(package).submodule_search_locations  # type: ignore[union-attr, misc]
+    return SimpleNamespace(**runpy.run_path(f"{folder}/{path}"))
 
 
 def two_sided(one_direction: Loss) -> Loss:
@@ -203,6 +211,74 @@ def lightly(rank: int = 0, world_size: int = 1) -> Loss:
     """`NTXentLoss`."""
     make, gather = module("lightly.loss").NTXentLoss, world_size > 1
     return lambda view_a, view_b, scale: make(temperature=1 / scale, gather_distributed=gather)(view_a, view_b)
+
+
+@peer("info-nce-pytorch", "", TEMPERATURE, objective="info_nce", normalises=True, scale_gradient=False)
+def info_nce_pytorch(rank: int = 0, world_size: int = 1) -> Loss:
+    """`InfoNCE`."""
+    make = module("info_nce").InfoNCE
+    return lambda query, key, scale: make(temperature=1 / scale)(query, key)
+
+
+@peer("nemo-automodel", "", TEMPERATURE)
+def nemo_automodel(rank: int = 0, world_size: int = 1) -> Loss:
+    """`infonce_loss`, symmetric."""
+    one, given = module("nemo_automodel.components.loss.infonce").infonce_loss, {"normalize": False}
+    return lambda image, text, scale: one(image, text, temperature=1 / scale, direction="symmetric", **given)
+
+
+@peer("tevatron", objective="info_nce", ranks=(2, 3), equal_shards=True)
+def tevatron(rank: int = 0, world_size: int = 1) -> Loss:
+    """`tevatron.loss`, one target per query."""
+    losses = module("tevatron.loss")
+    loss = losses.DistributedContrastiveLoss(n_target=1) if world_size > 1 else losses.SimpleContrastiveLoss()
+    return lambda query, key, scale: loss(scale * query, key)
+
+
+# as many as its default buffer of indices has
+@peer("colpali-engine", "", TEMPERATURE, objective="info_nce", scale_gradient=False, largest_batch=1024)
+def colpali_engine(rank: int = 0, world_size: int = 1) -> Loss:
+    """`BiEncoderLoss`."""
+    make = module("colpali_engine.loss.bi_encoder_losses").BiEncoderLoss
+    return lambda query, key, scale: make(temperature=1 / scale)(query, key)
+
+
+@peer("pylate", "", TEMPERATURE, objective="info_nce", normalises=True, scale_gradient=False)
+def pylate(rank: int = 0, world_size: int = 1) -> Loss:
+    """`Contrastive` of texts of one token."""
+    make = module("pylate.losses").Contrastive
+
+    def loss(query: Any, key: Any, scale: float) -> Any:
+        model: Any = torch.nn.Identity()
+        model.skiplist, model.do_query_expansion = [], False
+        ones = torch.ones(len(query), 1, dtype=torch.long, device=query.device)
+        texts = [{"token_embeddings": x[:, None], "input_ids": ones, "attention_mask": ones} for x in (query, key)]
+        return make(model, temperature=1 / scale)(texts)
+
+    return loss
+
+
+@peer("FlagEmbedding", "", TEMPERATURE, objective="info_nce", scale_gradient=False)
+def flag_embedding(rank: int = 0, world_size: int = 1) -> Loss:
+    """`BiEncoderOnlyEmbedderModel`, its loss alone."""
+    make = module("FlagEmbedding.finetune.embedder.encoder_only.base.modeling").BiEncoderOnlyEmbedderModel
+    return lambda query, key, scale: make(torch.nn.Identity(), temperature=1 / scale)._compute_in_batch_neg_loss(
+        query, key
+    )[1]
+
+
+@peer("solo-learn", "", TEMPERATURE, objective="nt_xent", normalises=True, scale_gradient=False)
+def solo_learn(rank: int = 0, world_size: int = 1) -> Loss:
+    """`simclr_loss_func`."""
+    one = alone("solo", "losses/simclr.py").simclr_loss_func
+    return lambda view_a, view_b, scale: one(view_a, view_b, temperature=1 / scale)
+
+
+@peer("siglip-kernel", INTERPRETED, TEMPERATURE, objective="sigmoid_loss")
+def siglip_kernel(rank: int = 0, world_size: int = 1) -> Loss:
+    """`fused_siglip_loss`, `backend="chunked"`."""
+    one = module("siglip_kernel").fused_siglip_loss
+    return lambda image, text, scale, bias: one(image, text, scale.log(), bias, backend="chunked")
 
 
 # in one process it is the function below

@@ -1,6 +1,6 @@
 """Lets published packages run where torchvision or a GPU is missing: ``python benchmarks/peers/stubs.py FILE``.
 
-``open_clip`` and ``lightly`` import torchvision, timm and ftfy at their top, for parts that no loss calls. Where one of
+Some import torchvision, timm, datasets and others at their top, for parts that no loss calls. Where one of
 them is not installed, an empty module stands in for it, whose every attribute is an empty class. Under Triton's
 interpreter (``TRITON_INTERPRET=1``) tensors say that they are on a GPU of compute capability 9.0, for packages that
 check it before they launch a kernel; the kernels themselves are unchanged.
@@ -16,7 +16,7 @@ import types
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-UNUSED = ("torchvision", "timm", "ftfy")
+UNUSED = ("torchvision", "timm", "ftfy", "datasets", "peft", "ujson", "fastkmeans", "fast_plaid", "voyager")
 """What the packages import at their top and no loss uses."""
 
 

@@ -34,7 +34,21 @@ _SHARED = (
 _NOBODY = -1
 
 
-class MultipleNegativesRankingLoss(losses.MultipleNegativesRankingLoss):  # type: ignore[misc]
+class _Texts:
+    """A loss that knows the texts of its documents in a forward pass, where it masks duplicates."""
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        """The loss of the tokens of queries, of documents, and of each column of hard negatives, 0-d."""
+        columns, library = list(sentence_features), cast(Any, super())
+        loss: Any = getattr(self, "loss", self)
+        loss.texts = [_text_ids(x) for x in columns[1:]] if loss.mask_duplicates else []
+        try:
+            return cast(Tensor, library.forward(columns, labels))
+        finally:
+            loss.texts = []
+
+
+class MultipleNegativesRankingLoss(_Texts, losses.MultipleNegativesRankingLoss):  # type: ignore[misc]
     """The library's ``MultipleNegativesRankingLoss`` in memory that is linear in the batch.
 
     With ``gather_across_devices`` the value is the loss of the global batch on every rank, where the library's is the
@@ -44,15 +58,25 @@ class MultipleNegativesRankingLoss(losses.MultipleNegativesRankingLoss):  # type
         *args: the library's own.
         settings: how to compute it, such as ``{"backend": "triton"}``: see ``contrastile.plan.Settings``. The group is
             that of ``gather_across_devices``.
+        mask_duplicates: whether documents with the tokens of a query's own document, on any rank, are no negatives of
+            that query; for "query_to_doc" alone, without hardness.
         **kwargs: the library's own. ``similarity_fct`` must be ``util.cos_sim`` or ``util.dot_score``.
 
     Raises:
         TypeError: the settings are no dict, or one is unknown; or the model has several vectors for each text.
-        ValueError: the similarity is another one, or the settings have a group.
+        ValueError: the similarity is another one, the settings have a group, or duplicates cannot be masked.
     """
 
-    def __init__(self, *args: Any, settings: Settings | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, settings: Settings | None = None, mask_duplicates: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.mask_duplicates, self.texts = mask_duplicates, list[Tensor]()
+        if mask_duplicates and (self._hardness or len(self.directions) > 1):
+            raise ValueError(
+                "mask_duplicates must be of query_to_doc alone, without hardness, got "
+                f"{', '.join(self.directions)} and {self.hardness_mode}; leave it out"
+            )
         if type(self.model).__name__ == "MultiVectorEncoder":
             raise TypeError("model must have one vector for each text, got a MultiVectorEncoder; use its own losses")
         self.settings = _checked(settings)
@@ -70,8 +94,11 @@ class MultipleNegativesRankingLoss(losses.MultipleNegativesRankingLoss):  # type
             labels: not used.
 
         Raises:
-            ValueError: there are fewer than two, or they do not fit together.
+            ValueError: there are fewer than two, they do not fit together, or duplicates are masked and the texts are
+                not known.
         """
+        if self.mask_duplicates and not self.texts:
+            raise ValueError("mask_duplicates must be False for embeddings without their texts, got True; leave it out")
         if len(embeddings) < 2:
             raise ValueError(f"embeddings must be those of queries and documents, got {len(embeddings)}; give both")
         queries, *documents = (normalize(x, dim=-1) if self.similarity_fct is cos_sim else x for x in embeddings)
@@ -130,7 +157,9 @@ class MultipleNegativesRankingLoss(losses.MultipleNegativesRankingLoss):  # type
             more = _beside(rows, {"pairs": ones}), nobody.new_full((len(apart),), _NOBODY)
             where, joined = (0, [more, found[0]]) if 0 in apart else (-1, [found[-1], more])
             found[where] = (torch.cat([x for x, _ in joined]), torch.cat([x for _, x in joined]))
-        matched = bool(apart) or "query_to_query" in directions or "doc_to_doc" in directions
+        if self.mask_duplicates:
+            own, found = self.texts[0], [(x, ids) for (x, _), ids in zip(found, self.texts, strict=True)]
+        matched = self.mask_duplicates or bool(apart) or "query_to_query" in directions or "doc_to_doc" in directions
         key, *negatives = (x for x, _ in found)
         value = info_nce(
             _beside(rows, rows),
@@ -157,7 +186,7 @@ class _TwoPasses:
         return *embeddings, again
 
 
-class CachedMultipleNegativesRankingLoss(_TwoPasses, losses.CachedMultipleNegativesRankingLoss):  # type: ignore[misc]
+class CachedMultipleNegativesRankingLoss(_Texts, _TwoPasses, losses.CachedMultipleNegativesRankingLoss):  # type: ignore[misc]
     """The library's ``CachedMultipleNegativesRankingLoss``, whose gradient cache is kept, with the loss in one call.
 
     ``mini_batch_size`` bounds the encoder's memory; the loss does not need it. The second pass of the encoder, in the
@@ -165,16 +194,18 @@ class CachedMultipleNegativesRankingLoss(_TwoPasses, losses.CachedMultipleNegati
 
     Args:
         *args: the library's own.
-        settings: see ``MultipleNegativesRankingLoss``.
+        settings, mask_duplicates: see ``MultipleNegativesRankingLoss``.
         **kwargs: the library's own.
 
     Raises:
         TypeError, ValueError: see ``MultipleNegativesRankingLoss``.
     """
 
-    def __init__(self, *args: Any, settings: Settings | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, settings: Settings | None = None, mask_duplicates: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        shared = {name: getattr(self, name) for name in _SHARED}
+        shared = {"mask_duplicates": mask_duplicates, **{name: getattr(self, name) for name in _SHARED}}
         self.loss = MultipleNegativesRankingLoss(self.model, settings=settings, **shared)
 
     def calculate_loss(
@@ -322,6 +353,19 @@ def _shared(loss: Any) -> bool:
 
 def _with_group(loss: Any) -> Settings:
     return cast(Settings, {**loss.settings, "group": "world" if _shared(loss) else None})
+
+
+def _text_ids(features: Mapping[str, Tensor]) -> Tensor:
+    """(b,) hashes of 64 bits of the tokens that the attention mask leaves, wherever their padding stands."""
+    ids = features.get("input_ids")
+    if ids is None or ids.ndim != 2:
+        raise ValueError(
+            "mask_duplicates must have input_ids of shape (b, length), got "
+            f"{', '.join(features) if ids is None else tuple(ids.shape)}; leave it out"
+        )
+    mask = features.get("attention_mask", torch.ones_like(ids)).long()
+    mixed = (ids.long() + (mask.cumsum(1) << 32)) * (0x9E3779B97F4A7C15 - 2**64)  # Fibonacci hashing
+    return ((mixed ^ (mixed >> 29)) * 0x2545F4914F6CDD1D * mask).sum(1)
 
 
 def _apart(mode: str | None, documents: int) -> range:

@@ -220,8 +220,15 @@ def test_what_it_cannot_compute_is_refused() -> None:
             "model must have one vector for each text, got a Mu",
         ),
     ]
+    both, masked = ("query_to_doc", "doc_to_query"), {"mask_duplicates": True}
+    refused.append(({**masked, "directions": both}, "mask_duplicates must be of query_to_doc alone, .* and None"))
     for given, said in refused:
         with pytest.raises((TypeError, ValueError), match=f"^{said}"):
             MultipleNegativesRankingLoss(**{"model": nn.Identity(), **given})
+    for key, x, said in (("pixels", 1, "pixels"), ("input_ids", torch.ones(3), r"\(3,\)")):
+        with pytest.raises(ValueError, match=rf"^mask_duplicates must have input_ids .* got {said}; leave it out"):
+            MultipleNegativesRankingLoss(nn.Identity(), **masked)([{key: x}] * 2)
+    with pytest.raises(ValueError, match=r"^mask_duplicates must be False for embeddings without their texts"):
+        MultipleNegativesRankingLoss(nn.Identity(), **masked).compute_loss_from_embeddings([torch.ones(2, 3)] * 2)
     with pytest.raises(ValueError, match=r"^embeddings must be those of queries and documents, got 1; give both"):
         MultipleNegativesRankingLoss(nn.Identity()).compute_loss_from_embeddings([torch.ones(2, 3)])

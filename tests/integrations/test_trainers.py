@@ -111,7 +111,7 @@ def test_under_ddp_gradients_are_those_of_the_global_loss_and_reduced_once() -> 
         found = dict(line.split(": ", 1) for line in ended.said(rank))
         # with the number of reductions; then what sentence-transformers gathers across devices
         assert list(found)[:3] == ["lightning 1", "accelerate 1", "open_clip 1"]
-        assert len(found) == 3 + 7
+        assert len(found) == 3 + 9
         for trial, ratio in found.items():
             assert float(ratio) < 1, (trial, ratio)
     assert ended.orphans == 0

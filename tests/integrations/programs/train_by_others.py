@@ -94,14 +94,29 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
+def without_duplicates(model: Any, given: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """The loss of the whole matrix, where a document equal to a query's own is no negative."""
+    query, *keys = (nn.functional.normalize(model(dict(x))["sentence_embedding"], dim=1) for x in given)
+    texts = torch.cat([x["input_ids"][:, 0] for x in given[1:]])
+    equal = (texts[: len(query), None] == texts).fill_diagonal_(False)
+    assert equal.sum() == 4
+    logits = (SCALE * query @ torch.cat(keys).T).masked_fill(equal, -torch.inf)
+    return nn.functional.cross_entropy(logits, torch.arange(len(query)))
+
+
 def apart(kind: str, more: dict[str, Any], **choice: Any) -> float:
     """Ours with other numbers of rows on each rank, beside the library's loss of the whole batch, in bounds."""
     counts = [ROWS + 2 * rank for rank in range(dist.get_world_size())]
     starts = [MANY * sum(counts[:rank]) for rank in range(len(counts))]
     parts = [columns(MANY, count, start) for count, start in zip(counts, starts, strict=True)]
+    if masked := "mask_duplicates" in more:
+        parts[1][1]["input_ids"][2] = parts[1][2]["input_ids"][0] = parts[0][1]["input_ids"][1]
+        for part in parts:
+            part[2] = {name: nn.functional.pad(x, (0, 2)) for name, x in part[2].items()}
     whole = [{name: torch.cat([x[name] for x in column]) for name in column[0]} for column in zip(*parts, strict=True)]
     one, other = (SentenceTransformer(modules=[Table(MANY * sum(counts))], device="cpu") for _ in range(2))
-    expected = losses.MultipleNegativesRankingLoss(one, scale=SCALE, **choice)(whole, None)
+    library = losses.MultipleNegativesRankingLoss(one, scale=SCALE, **choice)
+    expected = without_duplicates(one, whole) if masked else library(whole, None)
     expected.backward()
     loss = getattr(ours, kind)(other, scale=SCALE, gather_across_devices=True, **choice, **more)
     # as the library's trainer does
@@ -119,6 +134,8 @@ def trials() -> Iterator[tuple[str, float]]:
     given = {**CHOICES["both"], "similarity_fct": dot_score, "hardness_mode": "all_negatives", "hardness_strength": 2.0}
     more = {"mini_batch_size": 3, "settings": {"tile": 8}}
     yield "cached", apart("CachedMultipleNegativesRankingLoss", more, **given)
+    for kind in ("MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"):
+        yield f"duplicates, {kind}", apart(kind, {"mask_duplicates": True})
 
 
 def main() -> None:
