@@ -63,7 +63,7 @@ def _connect(comm: Any, given: float | None) -> PointToPoint:
     global_ranks = own.Get_group().Translate_ranks(list(range(size)), MPI.COMM_WORLD.Get_group())
     found = PointToPoint(rank, size, deadline, MPIChannel(own), nccl.channel, global_ranks)
     try:
-        found.hosts = met(found.tell, error)
+        found.meet(met(found.tell, error))
     except MismatchError:
         # on every rank: freeing is collective
         own.Free()

@@ -100,7 +100,7 @@ def _connect(group: Any, given: float | None) -> PointToPoint:
     host = GlooChannel(engine, rank, len(ranks), store)
     on_device = nccl.channel if "nccl" in str(dist.get_backend_config(group)) else None
     found = PointToPoint(rank, len(ranks), deadline, host, on_device, ranks)
-    found.hosts = hosts
+    found.meet(hosts)
     return found
 
 
