@@ -2,7 +2,7 @@
 # make test       lint, types and tests with coverage
 # make test-slow  the tests that take longer: kernels compiled, ranks that die, mutants, other libraries
 # make test-gpu   the tests that need a CUDA GPU, with whatever Python has torch for it: PYTHON=...
-# make verify-gpu all that holds the GPU backends to the oracle: verify, mutants, sanitizers, repeats, drawn problems
+# make -k -j 16 verify-gpu   all that holds the GPU backends to the oracle: verify, mutants, sanitizers, repeats, drawn problems
 # make docs       the site, into site/
 # make docs-version VERSION=0.1  the site as one version beside the others, committed to the branch gh-pages
 # make package    sdist and wheel in dist/, checked; each in an empty environment runs the README, verify and the pages' commands
@@ -28,7 +28,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: verify test test-slow test-gpu verify-gpu measure-gpu test-versions lint types coverage pytest docs docs-version package errors clean
+.PHONY: verify test test-slow test-gpu verify-gpu kernels-gpu memcheck-gpu mutants-gpu repeats-gpu measure-gpu test-versions lint types coverage pytest docs docs-version package errors clean
 
 verify: $(STAMPS)-verify
 	$(BIN)/contrastile verify $(ARGS)
@@ -62,16 +62,62 @@ test-slow: $(STAMPS)-test-slow
 test-gpu:
 	TRITON_INTERPRET=0 $(PYTHON) -m pytest tests/gpu tests/training/test_training_gpu.py tests/test_capacity.py $(ARGS)
 
-# there, too; ARGS="--steps verify drawn" takes some of its steps, ARGS=--help lists all
-verify-gpu:
-	$(PYTHON) scripts/verify_gpu.py $(ARGS)
+# there, too: jobs that make runs side by side, on one GPU; each ends with an error where something is wrong. Nothing is timed.
+# make verify-gpu/cupy/bfloat16, drawn-gpu/triton/float32/tf32, sanitizer-gpu/racecheck run one
+KINDS := $(addprefix triton/,float32/split float32/tf32 bfloat16 float16) $(addprefix cupy/,float32/ieee float32/tf32 bfloat16 float16)
+EXAMPLES ?= 12500
+SEED ?= 0
+ON_GPU = PYTHONPATH=. TRITON_INTERPRET=0 OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+PART = $(word $(1),$(subst /, ,$(2)))
+VERIFY_GPU = $(ON_GPU) $(PYTHON) -m contrastile verify --device cuda --quiet --seed $(SEED) --jobs 2 \
+  --backend $(call PART,1,$*) --dtype $(call PART,2,$*) $(addprefix --precision ,$(call PART,3,$*))
+SANITIZER ?= $(or $(shell command -v compute-sanitizer),/usr/local/cuda/bin/compute-sanitizer)
+# of a library's kernels findings do not count: initcheck does not see what the copy engine writes and cuBLAS reads
+SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(ON_GPU) $(SANITIZER) --tool $* --error-exitcode 1 --target-processes all \
+  --show-backtrace no --report-api-errors no --kernel-name kns=contrastile
+# a pool of memory would hide a step beyond one of its blocks: each array is an allocation of its own
+UNPOOLED = $(PYTHON) -c "import sys, cupy, pytest; cupy.cuda.set_allocator(None); sys.exit(pytest.main(sys.argv[1:]))" -p no:cacheprovider
+verify-gpu: $(KINDS:%=verify-gpu/%) $(KINDS:%=drawn-gpu/%) $(addprefix sanitizer-gpu/,racecheck memcheck initcheck synccheck) \
+  kept-gpu/1 kept-gpu/16 memcheck-gpu mutants-gpu repeats-gpu
+
+# CuPy's kernels are compiled once, before anything else runs, so that no two jobs compile the same one
+kernels-gpu:
+	$(ON_GPU) $(PYTHON) scripts/cupy_resources.py --keep --capability $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .) > /dev/null
+
+verify-gpu/%: kernels-gpu
+	$(VERIFY_GPU)
+
+drawn-gpu/%: kernels-gpu
+	$(VERIFY_GPU) --case drawn --property drawn --examples $(EXAMPLES)
+
+# what may be kept between the passes: all of small problems, and of larger ones all or a part of the rows
+kept-gpu/%: kernels-gpu
+	$(ON_GPU) $(PYTHON) -m contrastile verify --device cuda --quiet --backend cupy --dtype bfloat16 --keep $* \
+	  --case wide hot certain wordnet@14.3 wordnet@100
+
+# both paths of a kernel, every kind of positives, several column blocks, the sigmoid loss
+sanitizer-gpu/%: kernels-gpu
+	$(SANITIZE) $(UNPOOLED) --pyargs contrastile.verify --backend cupy --device cuda --dtype bfloat16 --property value gradients \
+	  --case ragged large-logits labels self-excluded blocks sigmoid-ids
+	$(SANITIZE) $(UNPOOLED) tests/gpu/test_cupy_gpu.py -k give_the_same_bits
+
+memcheck-gpu:
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(ON_GPU) $(SANITIZER) --tool memcheck --error-exitcode 1 --target-processes all \
+	  --show-backtrace no --report-api-errors no $(PYTHON) -m contrastile verify --device cuda --quiet --backend triton \
+	  --dtype bfloat16 --property value gradients --case ragged large-logits labels self-excluded blocks sigmoid-ids
+
+mutants-gpu: kernels-gpu
+	$(ON_GPU) $(PYTHON) -m contrastile mutate --device cuda --quiet --component triton cupy --jobs 8
+
+repeats-gpu: kernels-gpu
+	$(ON_GPU) $(PYTHON) -m pytest tests/gpu/test_repeats.py
 
 # the records of this commit, one after another, so that nothing runs beside what is timed
 measure-gpu:
-	mkdir -p out/verify-gpu
-	$(PYTHON) benchmarks/everyday.py --part everyday --out out/verify-gpu/everyday.json
-	$(PYTHON) benchmarks/everyday.py --part steps peers --seconds 900 --out out/verify-gpu/gpu.json
-	$(PYTHON) benchmarks/everyday.py --part training --rounds 3 --patience 10 --out out/verify-gpu/training.json
+	mkdir -p out
+	$(PYTHON) benchmarks/everyday.py --part everyday --out out/everyday.json
+	$(PYTHON) benchmarks/everyday.py --part steps peers --seconds 900 --out out/gpu.json
+	$(PYTHON) benchmarks/everyday.py --part training --rounds 3 --patience 10 --out out/training.json
 
 # the address of the sources that pyproject.toml has
 docs docs-version: export REPO_URL ?= $(shell $(PYTHON) -c 'import tomllib; \
