@@ -32,17 +32,6 @@ def test_a_transform_inside_another_knows_whose_gradient_it_takes() -> None:
     assert torch.equal(torch.func.grad(value_inside)(image), expected)
 
 
-def test_jacrev_asks_for_several_upstream_gradients_at_once() -> None:
-    image, text = features(7).detach(), features(7, seed=1).detach()
-
-    def two(x: Tensor) -> Tensor:
-        return torch.stack([contrastile.clip_loss(x, text, 5.0), contrastile.sigmoid_loss(x, text, 5.0, -1.0)])
-
-    rows = torch.func.jacrev(two)(image)
-    for i, row in enumerate(rows):
-        assert torch.equal(row, torch.func.grad(lambda x, i=i: two(x)[i])(image))
-
-
 @pytest.mark.parametrize("exchange", ["ring", "gather"])
 def test_func_grad_over_ranks_has_the_bits_of_backward(exchange: str) -> None:
     def program(comm: InProcess) -> None:
