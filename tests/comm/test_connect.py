@@ -35,11 +35,6 @@ def test_the_default_group_has_two_names_and_one_communicator(group: Any) -> Non
     assert found.deadline == 7
 
 
-@pytest.mark.parametrize("check", BY_THREADS)
-def test_a_world_of_one_needs_no_engine(check: Callable[[Any], None], group: Any) -> None:
-    check(connect(group))
-
-
 def test_without_a_default_group_it_says_what_to_call() -> None:
     with pytest.raises(ExchangeError, match=r"init_process_group\(\) first"):
         connect("world")
