@@ -12,8 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import contrastile
 from contrastile.comm.inprocess import InProcess, InProcessGroup
-from contrastile.schedules.placement import Shards
-from contrastile.schedules.timing import REPLICATED, choose_exchange
 
 COUNTS = 4, 0, 7
 
@@ -54,16 +52,3 @@ def test_no_negatives_are_replicated_and_the_loss_can_be_divided_in_place(negati
     for value, gradient in InProcessGroup[tuple[Tensor, Tensor]](2).run(program):
         assert torch.equal(value, expected / 4)
         assert gradient.any()
-
-
-def test_small_problems_of_gpus_are_replicated_by_auto() -> None:
-    def chosen(rows: int, blocks: int = 1, itemsize: int = 2, **how: Any) -> str:
-        shards = Shards((rows, rows), (((rows // blocks,) * blocks,)) * 2)
-        return choose_exchange(shards, 512, itemsize, **how).exchange
-
-    assert chosen(8192, may_replicate=True) == "replicate"
-    assert chosen(8200, may_replicate=True) == chosen(64) == "gather"
-    assert chosen(64, blocks=2, may_replicate=True) == "replicate"
-    assert chosen(2048, itemsize=4, may_replicate=True) == "replicate"
-    assert chosen(2056, itemsize=4, may_replicate=True) == "gather"
-    assert REPLICATED[True] == 16384**2 * 512
