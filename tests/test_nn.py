@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 import contrastile
 from contrastile.comm.communicator import ExchangeError, MismatchError
@@ -105,9 +104,6 @@ def test_coca_has_the_loss_of_the_captions_too() -> None:
 def test_distillation_is_that_of_the_global_batch(exchange: str, reduction: str) -> None:
     teacher, cuts = rng.standard_normal((2, B, 4)) / 2, (0, 3, 5, B)
     exact = named.distillation(IMAGE, TEXT, S, (teacher[0], teacher[1]), 3.0)
-    x, y = (torch.tensor(each[0] @ each[1].T) for each in ((S * IMAGE, TEXT), (3.0 * teacher[0], teacher[1])))
-    of_torch = (cross_entropy(x, y.softmax(1)) + cross_entropy(x.T, y.T.softmax(1))) / 2
-    assert abs(of_torch - exact.loss) <= 1e-14
 
     def program(comm: InProcess) -> list[Any]:
         own = slice(*cuts[comm.rank : comm.rank + 2])
