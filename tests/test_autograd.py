@@ -40,32 +40,24 @@ def leaves(dtype: torch.dtype, rows: int = 11) -> list[Tensor]:
     return [*(features(rows, seed=seed, dtype=dtype) for seed in (0, 1)), number(14.25, dtype)]
 
 
-def clip(image: Tensor, text: Tensor, scale: Tensor, backend: str) -> Tensor:
-    return contrastile.clip_loss(
-        image, text, scale, ids=torch.arange(len(image), device=image.device) // 2, backend=backend
-    )
+def clip(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    return contrastile.clip_loss(image, text, scale, ids=torch.arange(len(image)) // 2)
 
 
-def info_nce(query: Tensor, key: Tensor, scale: Tensor, backend: str) -> Tensor:
-    queue = key.flip(1)[:5]
-    positives = torch.arange(len(query), device=query.device).flip(0)
-    return contrastile.info_nce(query, key, scale, negatives=[queue, key[:3]], positives=positives, backend=backend)
+def info_nce(query: Tensor, key: Tensor, scale: Tensor) -> Tensor:
+    more = {"negatives": [key.flip(1)[:5], key[:3]], "positives": torch.arange(len(query)).flip(0)}
+    return contrastile.info_nce(query, key, scale, **more)
 
 
-def nt_xent(a: Tensor, b: Tensor, scale: Tensor, backend: str) -> Tensor:
-    return contrastile.nt_xent(a, b, scale, backend=backend)
+def sup_con(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    return contrastile.sup_con(torch.cat([a, b]), torch.arange(2 * len(a)) % 5, scale)
 
 
-def sup_con(a: Tensor, b: Tensor, scale: Tensor, backend: str) -> Tensor:
-    return contrastile.sup_con(torch.cat([a, b]), torch.arange(2 * len(a), device=a.device) % 5, scale, backend=backend)
+def sigmoid(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    return contrastile.sigmoid_loss(image, text, scale, -3.0)
 
 
-def sigmoid(image: Tensor, text: Tensor, scale: Tensor, backend: str) -> Tensor:
-    return contrastile.sigmoid_loss(image, text, scale, -3.0, backend=backend)
-
-
-LOSSES = [clip, info_nce, nt_xent, sup_con, sigmoid]
-BACKENDS = ["numpy", "torch"]
+LOSSES = [clip, info_nce, contrastile.nt_xent, sup_con, sigmoid]
 
 
 def gradients(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
@@ -79,7 +71,7 @@ def stepped(loss: Loss, *given: Any) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch 2.15 itself
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
 @pytest.mark.parametrize("kind", ["clip", "info_nce", "sigmoid"])
 def test_opcheck(kind: str, backend: str) -> None:
     image, text, scale = features(6), features(6, seed=1), number(4.0)
@@ -119,10 +111,10 @@ def test_a_scale_that_is_a_number_and_varies_compiles_without_a_graph_break() ->
 
 def test_the_default_dtype_is_not_that_of_the_loss() -> None:
     inputs = leaves(torch.float32)
-    expected = stepped(clip, *inputs, "torch")
+    expected = stepped(clip, *inputs)
     torch.set_default_dtype(torch.float64)
     try:
-        found = stepped(clip, *inputs, "torch")
+        found = stepped(clip, *inputs)
     finally:
         torch.set_default_dtype(torch.float32)
     assert found[0].dtype == torch.float32
@@ -144,21 +136,21 @@ def test_dtypes_that_differ_meet_in_autocast_s(loss: Loss) -> None:
     )
     if loss.__name__ != "sup_con":  # which is given one matrix, joined by the test
         with pytest.raises(TypeError, match="must have the same dtype, got float32 and bfloat16"):
-            loss(image, text, scale, "torch")
+            loss(image, text, scale)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        value = loss(image, text, scale, "torch")
+        value = loss(image, text, scale)
     narrow = [x.detach().bfloat16().requires_grad_() for x in (image, text)]
     found = gradients(value, image, text, scale)
     assert [x.dtype for x in found] == [torch.float32, torch.bfloat16, torch.float32]
-    same([value, *found], stepped(loss, *narrow, scale, "torch"))
+    same([value, *found], stepped(loss, *narrow, scale))
 
 
 def test_autocast_of_another_kind_of_device_says_nothing_about_these(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = leaves(torch.float32)
-    expected = clip(*inputs, "torch")
+    expected = clip(*inputs)
     # torch.autocast("cuda") itself turns off where there is no GPU
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
-    assert torch.equal(clip(*inputs, "torch"), expected)
+    assert torch.equal(clip(*inputs), expected)
 
 
 @pytest.mark.usefixtures("primitives")
@@ -168,10 +160,10 @@ def test_one_graph_holds_the_cast_and_no_grad_gives_the_same_value(loss: Loss) -
 
     def inside(*x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return loss(*x, "torch")
+            return loss(*x)
 
     torch.compiler.reset()
-    around = torch.compile(lambda *x: loss(*x, "torch"), fullgraph=True, backend="aot_eager")
+    around = torch.compile(loss, fullgraph=True, backend="aot_eager")
     within = torch.compile(inside, fullgraph=True, backend="aot_eager")
     expected = stepped(inside, *inputs, scale)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -179,7 +171,7 @@ def test_one_graph_holds_the_cast_and_no_grad_gives_the_same_value(loss: Loss) -
     for value in (within(*inputs, scale), outer):
         same([value, *gradients(value, *inputs, scale)], expected)
     # the same compiled function, asked without autocast, casts nothing
-    assert torch.equal(around(*inputs, scale), loss(*inputs, scale, "torch"))
+    assert torch.equal(around(*inputs, scale), loss(*inputs, scale))
     with torch.no_grad():
         silent = inside(*inputs, scale)
     assert torch.equal(silent, expected[0])
@@ -235,10 +227,10 @@ class Graphs:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_compiler_sees_one_operator_in_one_graph_whose_results_are_the_loss_s(loss: Loss, dynamic: bool) -> None:
     graphs = Graphs()
-    compiled = torch.compile(lambda *x: loss(*x, "torch"), backend=graphs, dynamic=dynamic, fullgraph=True)
+    compiled = torch.compile(loss, backend=graphs, dynamic=dynamic, fullgraph=True)
     for rows in (11, 16) if dynamic else (11,):
         inputs = leaves(torch.float64, rows)
-        values = [compiled(*inputs), loss(*inputs, "torch")]
+        values = [compiled(*inputs), loss(*inputs)]
         assert torch.equal(*values)
         assert all(map(torch.equal, *(gradients(value, *inputs) for value in values)))
     assert len(graphs.found) == 1
@@ -249,7 +241,7 @@ def test_the_compiler_sees_one_operator_in_one_graph_whose_results_are_the_loss_
 
 def test_a_module_that_is_imported_later_does_not_compile_anything_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs, inputs = Graphs(), leaves(torch.float64)
-    compiled = torch.compile(lambda *x: clip(*x, "torch"), backend=graphs)
+    compiled = torch.compile(clip, backend=graphs)
     compiled(*inputs)
     monkeypatch.setitem(sys.modules, "imported_later", ModuleType("imported_later"))
     compiled(*inputs)

@@ -6,75 +6,14 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from pages import read, sections
 
 from contrastile.bench import command as bench
 from contrastile.cli import main
 
-HUGE = "9" * 400
 SAID = {
-    "verify": [
-        ("--backend nope", "backend must be one of numpy, torch"),
-        ("--backend no_such_module:backend", "No module named 'no_such_module'"),
-        ("--backend contrastile.losses:clip_loss", "must be a contrastile.backends.contract.Backend"),
-        ("--backend numpy --case nope", "no case is called 'nope'; known are smoke, "),
-        ("--case certian", "no case is called 'certian'; did you mean certain?"),
-        ("--backend numpy --case drawn:m=1", "as a failure prints it"),
-        ("--backend numpy --property nope", "no property is called 'nope'; known are value, "),
-        ("--backend numpy --examples 0", "--examples must be at least 1, got 0"),
-        ("--backend numpy --jobs 0", "--jobs must be at least 1, got 0"),
-        # more processes than a machine can run
-        ("--backend numpy --jobs 1000000", "--jobs must be at most"),
-        ("--backend numpy --seed -1", "--seed must be at least 0, got -1"),
-        *((f"--backend numpy --deadline {x}", "--deadline must be a number of seconds above 0") for x in ["0", "nan"]),
-        ("--backend numpy --dtype bfloat16 --case smoke", "nothing ran: takes float16"),
-        ("--backend numpy --case smoke --property drawn", "nothing ran: no property has such a case"),
-        ("--backend numpy --report /nowhere/a.html", "cannot write /nowhere/a.html: No such file or directory"),
-        ("--property ring", "known are value, "),
-        *((f"--world {x}", f"--world must be 1..8, mpi or torch, got '{x}'") for x in ("0", "9", "ring")),
-        ("--world torch", "--world torch runs under torchrun; run: torchrun --nproc-per-node 4 -m contrastile"),
-        ("--world 2 --property shift", "known are ring, two-level, gather,"),
-        ("--world 2 --case drawn", "known are smoke,"),
-        ("--world 2 --case sharded:rows=1", "as a failure prints it"),
-        ("--loss contrastile.losses:nothing", "contrastile.losses:nothing"),
-        ("--loss contrastile.losses", "must be named as module:attribute"),
-        ("--loss nowhere:x", "No module named 'nowhere'"),
-        ("--loss contrastile.reporting:COULD_NOT_RUN", "must be callable"),
-        ("--loss contrastile:clip_loss --backend numpy", "without --backend"),
-        ("--objective info_nce", "must be given with --loss"),
-        ("--loss contrastile:clip_loss --case drawn", "no case is called 'drawn'; known are "),
-        ("--loss contrastile:clip_loss --dtype float64", "nothing ran: the loss does not claim float64 features"),
-    ],
-    "mutate": [
-        ("--mutant numpy:nope", "mutant must be one that contrastile mutate --list names, got 'numpy:nope'"),
-        ("--component nope", "component must be one that contrastile mutate --list names, got 'nope'"),
-        ("--jobs 0", "--jobs must be at least 1, got 0"),
-        ("--deadline 0.5", "--deadline must be at least 1, got 0.5"),
-        ("--json /nowhere/a.json", "cannot write /nowhere/a.json: No such file or directory"),
-        ("--mutant numpy:tiles-overlap --component torch", "nothing ran: no mutant is selected"),
-    ],
-    "bench": [
-        ("--backend nobody", "'nobody'"),
-        ("--device cuda", "contrastile doctor"),
-        ("--batch 64 0", "--batch must be at least 1, got 0"),
-        ("--plot x.bmp", "--plot must end in .png, .pdf, .svg, got 'x.bmp'"),
-        ("--repeat -1", "--repeat must be at least 1, got -1"),
-    ],
-    "plan": [
-        ("--batch 0", "--batch must be at least 1, got 0"),
-        (f"--batch {HUGE}", f"--batch must be at most 1099511627776, got {HUGE}"),
-        (f"--dim -{HUGE}", f"--dim must be at least 1, got -{HUGE}"),
-        ("--gpus 999999999999", "--gpus must be at most 1048576, got 999999999999"),
-        ("--memory-gib 0", "--memory-gib must be at least 0.001, got 0"),
-        ("--memory-gib inf", "--memory-gib must be finite, got inf"),
-        ("--model-gib 1e300", "--model-gib must be at most 1e+09, got 1e+300"),
-        ("--model-gib=-inf", "--model-gib must be finite, got -inf"),
-        ("--encoder-mib-per-sample 1e300", "--encoder-mib-per-sample must be at most 1e+09, got 1e+300"),
-        ("--encoder-mib-per-sample nan", "must be finite, got nan"),
-        ("--backend numpy --device cpu --dtype float64", "numpy backend does not say"),
-        ("--backend numpy --device cpu", "float32 or float64, got bfloat16; convert them"),
-        ("--backend numpy", "features must be on cpu, got cuda; move them"),
-        ("--backend tpu", "backend must be one of"),
-    ],
+    command: [line.split(" => ") for line in text.replace("HUGE", "9" * 400).split("\n") if line]
+    for command, text in sections(read("tests/cannot_run.txt")).items()
 }
 NEEDED = {"plan": ["--batch", "9", "--dim", "5", "--memory-gib", "1", "--backend", "torch"]}
 

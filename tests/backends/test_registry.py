@@ -29,13 +29,6 @@ from contrastile.verify.facts import limits
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["numpy", "contrastile.backends.numpy:backend"])
-def test_one_record_has_two_names(name: str) -> None:
-    from contrastile.backends.numpy import backend
-
-    assert registry.load(name) is backend
-
-
 @pytest.mark.parametrize("raised", ["ImportError('DLL load failed:\\n  no libcudart')", "OSError('no libcudart')"])
 def test_what_is_installed_and_does_not_load_is_unavailable_with_a_reason_and_a_remedy(
     raised: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

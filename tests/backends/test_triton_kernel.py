@@ -126,28 +126,23 @@ def test_devices_have_their_own_kernels(function: Function, monkeypatch: pytest.
     assert [x[0] for x in function.launched] == function.compiled[:1]
 
 
-@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
-@pytest.mark.parametrize(
-    ("hook", "watches"),
-    [(None, False), (SimpleNamespace(calls=[]), False), (SimpleNamespace(calls=[print]), True), (print, True)],
-    ids=["none", "empty chain", "chain", "function"],
-)
-def test_what_is_watched_is_launched_by_triton_itself(
-    function: Function, monkeypatch: pytest.MonkeyPatch, name: str, hook: Any, watches: bool
-) -> None:
-    monkeypatch.setattr(kernel.knobs.runtime, name, hook)
-    assert launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED)) == 1 + watches
-    assert len(function.launched) == 1 - watches
+HOOKS = ((None, True), (SimpleNamespace(calls=[]), True), (SimpleNamespace(calls=[print]), False), (print, False))
+VERSIONS = ("3.6.0", True), ("3.7.1", True), ("3.5.1", False), ("3.9.0", False), ("4.0.0", False)
 
 
 @pytest.mark.parametrize(
-    ("version", "known"), [("3.6.0", True), ("3.7.1", True), ("3.5.1", False), ("3.9.0", False), ("4.0.0", False)]
+    ("place", "name", "value", "known"),
+    [
+        *((kernel.knobs.runtime, f"launch_{when}_hook", *each) for when in ("enter", "exit") for each in HOOKS),
+        *((kernel.triton, "__version__", *each) for each in VERSIONS),
+    ],
 )
-def test_unread_versions_of_triton_launch_every_kernel_themselves(
-    function: Function, monkeypatch: pytest.MonkeyPatch, version: str, known: bool
+def test_what_is_watched_and_unread_versions_launch_every_kernel_by_triton_itself(
+    function: Function, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, value: Any, known: bool
 ) -> None:
-    monkeypatch.setattr(kernel.triton, "__version__", version)
+    monkeypatch.setattr(place, name, value)
     assert launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED)) == 2 - known
+    assert len(function.launched) == known
 
 
 def test_multiplications_are_fused_with_additions_whatever_the_version_would_do(function: Function) -> None:

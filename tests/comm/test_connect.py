@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -33,11 +32,6 @@ def test_the_default_group_has_two_names_and_one_communicator(group: Any) -> Non
     assert (found.name, found.rank, found.size, found.deadline) == ("alone", 0, 1, 3)
     assert connect(group, deadline=7) is found
     assert found.deadline == 7
-
-
-@pytest.mark.parametrize("check", BY_THREADS)
-def test_a_world_of_one_needs_no_engine(check: Callable[[Any], None], group: Any) -> None:
-    check(connect(group))
 
 
 def test_without_a_default_group_it_says_what_to_call() -> None:
@@ -137,11 +131,9 @@ def test_the_others_hear_who_is_gone_at_once(last: str, words: str) -> None:
             comm.agree(np.array([1]))
         heard.append(str(error.value))
 
-    began = time.monotonic()
     with pytest.raises(KeyError) if last == "raises" else nullcontext():
         InProcessGroup[None](3, deadline=PATIENCE).run(program)
     assert heard == [f"{words}; every rank must make the same calls"] * 2
-    assert time.monotonic() - began < PATIENCE
 
 
 def test_ranks_that_wait_for_each_other_hear_it_at_once() -> None:
@@ -153,7 +145,5 @@ def test_ranks_that_wait_for_each_other_hear_it_at_once() -> None:
             comm._next()
             comm.tell("")
 
-    began = time.monotonic()
     with pytest.raises(ExchangeError, match=r"rank \d waits for rank \d, and so does every rank for another"):
         InProcessGroup[None](2, deadline=PATIENCE).run(program)
-    assert time.monotonic() - began < PATIENCE

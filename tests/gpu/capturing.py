@@ -1,4 +1,4 @@
-"""Features, steps in CUDA graphs, bits, and the memory that steps leave, for tests on a GPU."""
+"""Features, steps, also in CUDA graphs, bits, and the memory that steps leave, for tests on a GPU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ def unit_features(count: int, rows: int, width: int, dtype: str = "bfloat16", se
     draw = torch.Generator("cuda").manual_seed(seed)
     drawn = (torch.randn(rows, width, generator=draw, device="cuda") for _ in range(count))
     return [torch.nn.functional.normalize(x, dim=1).to(getattr(torch, dtype)) for x in drawn]
+
+
+def stepped(loss: Callable[..., Any], leaves: list[Any], upstream: float = 1.0, **how: Any) -> list[Any]:
+    """The value, and the gradients of the leaves."""
+    import torch
+
+    value = loss(*leaves, **how)
+    return [value.detach(), *torch.autograd.grad(upstream * value, leaves)]
 
 
 def bits(xs: Iterable[Any]) -> list[bytes]:

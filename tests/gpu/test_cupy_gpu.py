@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from capturing import bits, captured, comes_down_to, unit_features
+from capturing import bits, captured, comes_down_to, stepped, unit_features
 
 import contrastile
 from contrastile.backends import crossing
@@ -50,16 +50,11 @@ def leaves_of(image: Any, text: Any, numbers: tuple[float, ...]) -> list[Any]:
     return leaves + [torch.tensor(x, device="cuda", requires_grad=True) for x in numbers]
 
 
-def differentiated(loss: Callable[..., Any], leaves: list[Any], backend: str, **how: Any) -> list[Any]:
-    value = loss(*leaves, backend=backend, **how)
-    return [value.detach(), *torch.autograd.grad(value, leaves)]
-
-
 def step(
     loss: Callable[..., Any], image: Any, text: Any, numbers: tuple[float, ...], backend: str, **how: Any
 ) -> list[Any]:
     """The loss and its gradients by torch's autograd."""
-    return differentiated(loss, leaves_of(image, text, numbers), backend, **how)
+    return stepped(loss, leaves_of(image, text, numbers), backend=backend, **how)
 
 
 def of_every_layout() -> list[Any]:
@@ -149,7 +144,7 @@ def test_a_step_can_be_captured_by_torch_and_replayed(
     loss, numbers = LOSSES[name]
     image, text = towers(dtype, d=200)
     leaves = leaves_of(image, text, numbers)
-    graph, found = captured(lambda: differentiated(loss, leaves, "cupy"))
+    graph, found = captured(lambda: stepped(loss, leaves, backend="cupy"))
     other, another = towers(dtype, d=200, seed=1)
     with torch.no_grad():
         leaves[0].copy_(other)
@@ -198,13 +193,13 @@ def test_a_step_can_be_captured_by_cupy_and_replayed() -> None:
 def test_nothing_waits_for_the_device() -> None:
     image, text = towers("bfloat16", 4096, 512)
     leaves = leaves_of(image, text, (14.0,))
-    differentiated(contrastile.clip_loss, leaves, "cupy")
+    stepped(contrastile.clip_loss, leaves, backend="cupy")
     busy = torch.ones(4096, 4096, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(40):
             busy @ busy
-        differentiated(contrastile.clip_loss, leaves, "cupy")
+        stepped(contrastile.clip_loss, leaves, backend="cupy")
         event = torch.cuda.Event()
         event.record()
         # the products before it still run

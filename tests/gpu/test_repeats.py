@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from capturing import stepped, unit_features
 
 import contrastile
 from contrastile.backends.registry import available
@@ -19,10 +20,8 @@ TIMES, WIDTH, SCALE = 20, 512, 100.0
 
 def pairs(b: int, cosine: float) -> list[Any]:
     """Unit features whose pairs have this cosine, bfloat16, and a scale."""
-    draw = torch.Generator("cuda").manual_seed(0)
-    normalize = torch.nn.functional.normalize
-    one, noise = (normalize(torch.randn(b, WIDTH, device="cuda", generator=draw), dim=1) for _ in range(2))
-    two = normalize(cosine * one + (1 - cosine**2) ** 0.5 * noise, dim=1)
+    one, noise = unit_features(2, b, WIDTH, "float32")
+    two = torch.nn.functional.normalize(cosine * one + (1 - cosine**2) ** 0.5 * noise, dim=1)
     return [one.bfloat16(), two.bfloat16(), torch.tensor(SCALE, device="cuda")]
 
 
@@ -30,14 +29,9 @@ def pairs(b: int, cosine: float) -> list[Any]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_repeats_have_the_same_bits(backend: str, b: int) -> None:
     leaves = [x.requires_grad_() for x in pairs(b, 0.3)]
-
-    def step() -> list[Any]:
-        loss = contrastile.clip_loss(*leaves, backend=backend)
-        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
-
-    expected = step()
+    expected = stepped(contrastile.clip_loss, leaves, backend=backend)
     for _ in range(TIMES - 1):
-        assert all(map(torch.equal, step(), expected))
+        assert all(map(torch.equal, stepped(contrastile.clip_loss, leaves, backend=backend), expected))
 
 
 @pytest.mark.parametrize("cosine", [1.0, 0.99])

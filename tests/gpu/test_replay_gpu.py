@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
-from capturing import captured, unit_features
+from capturing import captured, stepped, unit_features
 
 import contrastile
 from contrastile.autograd.steps import STEPS, Steps
@@ -29,13 +28,7 @@ def leaves(seed: int) -> list[Any]:
     return [x.requires_grad_() for x in (*features, torch.tensor(14.25 + seed, device="cuda"))]
 
 
-def step(loss: Callable[..., Any], given: list[Any]) -> list[Any]:
-    value = loss(*given)
-    return [value.detach(), *torch.autograd.grad(-2.5 * value, given)]
-
-
-def same(found: list[Any], expected: list[Any]) -> bool:
-    return all(map(torch.equal, found, expected))
+step = partial(stepped, upstream=-2.5)
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +54,8 @@ def test_a_stream_has_graphs_of_its_own(backend: str, graphs: Steps, monkeypatch
         with torch.cuda.stream(side):
             there = step(loss, given)
         torch.cuda.current_stream().wait_stream(side)
-        assert same(here, expected)
-        assert same(there, expected)
+        for found in (here, there):
+            assert all(map(torch.equal, found, expected))
     assert len(graphs.captured) == 2
 
 
@@ -73,7 +66,7 @@ def test_who_captures_or_infers_is_left_alone(backend: str, graphs: Steps) -> No
     expected = step(loss, given)
     graph, found = captured(lambda: step(loss, given))
     graph.replay()
-    assert same(found, expected)
+    assert all(map(torch.equal, found, expected))
     with torch.inference_mode():
         values = [loss(*given) for _ in range(TIMES)]
     assert all(torch.equal(x, expected[0]) for x in values)

@@ -7,10 +7,9 @@ import torch
 from balls import Ball, agrees, contrastive, one_hot
 from hypothesis import given
 from hypothesis import strategies as st
-from paper_towers import BATCH_NORM, BILINEAR, DROPOUT, EPSILON, LINEAR, TANH, ball_forward, ball_step, ball_vjp, mask
+from paper_towers import BATCH_NORM, BILINEAR, DROPOUT, LINEAR, TANH, ball_forward, ball_step, ball_vjp, chunks
 
 from contrastile.oracle.papers import gradcache, gradcache_distance
-from contrastile.oracle.papers.collectives import row_slices
 from contrastile.oracle.papers.gradcache import Tower
 
 SIZES = st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(any)
@@ -32,28 +31,27 @@ def problems(draw, encoders=(TANH, LINEAR, DROPOUT)):
     return *towers, r, draw(st.floats(0.05, 3.0))
 
 
+class Traced(torch.Tensor):
+    """A tensor of which NumPy's functions are torch's: encoders run on it, and autograd takes their gradients."""
+
+    def __array_ufunc__(self, ufunc, method, *inputs):
+        return getattr(torch, ufunc.__name__)(*map(torch.as_tensor, inputs))
+
+
+def leaves(*arrays):
+    return [torch.tensor(x).as_subclass(Traced).requires_grad_() for x in arrays]
+
+
 def torch_forward(tower, parameters):
-    out = []
-    for rows, state in zip(row_slices(tower.sizes), tower.states, strict=True):
-        y = torch.tensor(tower.inputs[rows]) @ parameters
-        if tower.encoder is BATCH_NORM and len(y):
-            centred = y - y.mean(dim=0)
-            y = centred / ((centred**2).mean(dim=0) + EPSILON).sqrt()
-        elif tower.encoder is not LINEAR:
-            y = torch.tanh(y)
-        if tower.encoder is DROPOUT:
-            y = y * torch.tensor(mask(y.shape, state))
-        out.append(y)
-    return torch.cat(out)
+    parts = [tower.encoder.forward(parameters, torch.tensor(tower.inputs[rows]), s) for rows, s in chunks(tower)]
+    return torch.cat(parts)
 
 
 def torch_step(f, g, r, tau):
-    Theta = torch.tensor(f.parameters, requires_grad=True)
-    Lambda = torch.tensor(g.parameters, requires_grad=True)
+    Theta, Lambda = leaves(f.parameters, g.parameters)
     logits = torch_forward(f, Theta) @ torch_forward(g, Lambda).T / tau
     loss = torch.nn.functional.cross_entropy(logits, torch.tensor(r))
-    loss.backward()
-    return loss.item(), Theta.grad.numpy(), Lambda.grad.numpy()
+    return loss.item(), *(x.numpy() for x in torch.autograd.grad(loss, [Theta, Lambda]))
 
 
 @given(problems(encoders=(TANH, LINEAR)))
@@ -110,21 +108,18 @@ def test_deep_distance_end_to_end_against_autograd(problem):
     Omega = np.random.default_rng(d).standard_normal((d, d))
     loss, dTheta, dLambda, dOmega = gradcache_distance.deep_distance_step(f, g, BILINEAR, Omega, r, tau)
 
-    Theta, Lambda, weights = (torch.tensor(x, requires_grad=True) for x in (f.parameters, g.parameters, Omega))
-    distance = torch.tanh(torch_forward(f, Theta) @ weights @ torch_forward(g, Lambda).T)
+    given = leaves(f.parameters, g.parameters, Omega)
+    distance = BILINEAR.forward(given[2], torch_forward(f, given[0]), torch_forward(g, given[1]))
     truth = torch.nn.functional.cross_entropy(distance / tau, torch.tensor(r))
-    truth.backward()
+    theirs = [truth.item(), *(x.numpy() for x in torch.autograd.grad(truth, given))]
 
     F, G = ball_forward(f), ball_forward(g)
     d_ij = np.tanh(F @ Ball(Omega) @ G.T)
     # An identity of targets turns "dot product" into "given distance".
     ball_loss, w, _, _, _ = contrastive(d_ij, np.eye(len(G)), r, Ball(1.0) / tau, len(r))
     ball_omega, u, v = BILINEAR.vjp(Ball(Omega), F, G, w)
-    for ours, theirs, ball in (
-        (loss, truth.item(), ball_loss),
-        (dTheta, Theta.grad.numpy(), ball_vjp(f, u)),
-        (dLambda, Lambda.grad.numpy(), ball_vjp(g, v)),
-        (dOmega, weights.grad.numpy(), ball_omega),
-    ):
+    found = loss, dTheta, dLambda, dOmega
+    balls = ball_loss, ball_vjp(f, u), ball_vjp(g, v), ball_omega
+    for ours, other, ball in zip(found, theirs, balls, strict=True):
         assert agrees(ours, ball)
-        assert agrees(theirs, ball)
+        assert agrees(other, ball)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import numpy as np
 from balls import agrees, general
 from hypothesis import given, settings
@@ -32,43 +34,27 @@ cuts = st.lists(st.integers(0, 12), max_size=5).map(sorted)
 side = st.integers(1, 13)
 
 
-@settings(max_examples=60)
-@given(p=batches)
-def test_equations_1_and_2_are_info_nce(p: Problem) -> None:
-    ball = general(p)
-    for loss in (info_nce(p.q, p.k, 1.0).loss, inf_cl.decomposed_loss(p.q, p.k, row_lse(p.x, p.A))):
+@settings(max_examples=80)
+@given(p=batches, t_r=side, t_c=side)
+def test_equations_1_to_8_are_info_nce_its_lse_and_one_gradient(p: Problem, t_r: int, t_c: int) -> None:
+    l, ball = row_lse(p.x, p.A), general(p)
+    for loss in (info_nce(p.q, p.k, 1.0).loss, inf_cl.decomposed_loss(p.q, p.k, l)):
         assert agrees(loss, ball.loss)
     cool = p.moved(q=on_grid(p.q / 64))
     assert agrees(inf_cl.contrastive_loss(cool.q, cool.k), general(cool).loss)
-
-
-def test_equation_1_as_printed_overflows() -> None:
-    assert np.isnan(inf_cl.contrastive_loss(np.array([[800.0]]), np.array([[1.0]])))
-
-
-@settings(max_examples=60)
-@given(p=batches, t_r=side, t_c=side)
-def test_equations_3_4_and_5_merge_to_the_lse(p: Problem, t_r: int, t_c: int) -> None:
     tiles = inf_cl.tiled_lse(p.q, p.k, t_r, t_c)
     assert (len(tiles), len(tiles[0])) == inf_cl.tile_counts(len(p.q), t_r, t_c)
-    merged = []
-    for row in tiles:
-        l = np.full(len(row[0]), -np.inf)
-        for l_ij in row:
-            l = inf_cl.merge_lse(l, l_ij)
-        merged.append(l)
-    assert agrees(np.concatenate(merged), general(p).row_lse)
-    assert agrees(inf_cl.lse(p.x), general(p).row_lse)
-
-
-@settings(max_examples=60)
-@given(p=batches, t_c=side)
-def test_equations_6_7_and_8_are_one_gradient(p: Problem, t_c: int) -> None:
-    l, ball = row_lse(p.x, p.A), general(p)
+    merged = [reduce(inf_cl.merge_lse, row, np.full(len(row[0]), -np.inf)) for row in tiles]
+    for found in (np.concatenate(merged), inf_cl.lse(p.x)):
+        assert agrees(found, ball.row_lse)
     dI, dT = inf_cl.chain_rule(gradient_of_logits(*p.general()), p.q, p.k)
     for gradient in (dI, inf_cl.image_gradient(p.q, p.k, l), inf_cl.tiled_image_gradient(p.q, p.k, l, t_c)):
         assert agrees(gradient, ball.d_rows)
     assert agrees(dT, ball.d_columns)
+
+
+def test_equation_1_as_printed_overflows() -> None:
+    assert np.isnan(inf_cl.contrastive_loss(np.array([[800.0]]), np.array([[1.0]])))
 
 
 @settings(max_examples=60)

@@ -9,7 +9,7 @@ from balls import Ball, agrees, general, sigmoid
 from oracle_problems import Problem, on_grid
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from contrastile.oracle.named import Options, clip, info_nce, nt_xent, siglip, sup_con
+from contrastile.oracle.named import Options, clip, distillation, info_nce, nt_xent, siglip, sup_con
 from contrastile.oracle.pairs import Pairs
 
 B, EXTRA, D, S = 7, 4, 5, 9.0
@@ -193,3 +193,14 @@ def test_clip_is_the_mean_of_torch_s_cross_entropies_with_the_papers_options(nam
     theirs = [value.item(), *(g.numpy() for g in torch.autograd.grad(value, [a, t, s]))]
     balls = [Ball(x, 4 * (1 + options.smoothing) * ball.rad) for x, ball in zip(theirs, near, strict=True)]
     assert all(map(agrees, list(found)[:4], balls))
+
+
+def test_distillation_is_the_mean_of_torch_s_cross_entropies_of_the_teacher_s_softmax() -> None:
+    a, t, s = leaves(I, T, S)
+    x, y = s * a @ t.T, torch.tensor(3.0 * GUIDE[0] @ GUIDE[1].T)
+    value = (cross_entropy(x, y.softmax(1)) + cross_entropy(x.T, y.T.softmax(1))) / 2
+    # targets are rounded as probabilities are
+    near = softmax(I, T, Pairs(np.arange(B)), 0.5 / B, 0.5 / B)[:4]
+    theirs = [value.item(), *(g.numpy() for g in torch.autograd.grad(value, [a, t, s]))]
+    found = list(distillation(I, T, S, GUIDE, 3.0))[:4]
+    assert all(agrees(ours, Ball(x, 4 * ball.rad)) for ours, x, ball in zip(found, theirs, near, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from copy_races import late_copies
 from in_process_worlds import measured
-from torch import Tensor
 
 import contrastile
 from contrastile import compute, evaluation
@@ -26,27 +24,16 @@ TORCH, CPU = load("torch"), torch.device("cpu")
 LOSSES = (contrastile.clip_loss, contrastile.nt_xent, contrastile.sigmoid_loss)
 
 
-def evaluated(
-    problem: Problem, backend: Any = TORCH, wanted: local.Wanted | None = None
-) -> tuple[Tensor, local.Gradients, Any]:
-    """The loss, its gradients, and for softmax what the gradients came from."""
-    wanted, options = wanted or every_gradient(problem), Options()
-    one = torch.ones((), dtype=problem.scale.dtype)
-    value, state = compute.problem_loss(problem, local.Work(backend, options), wanted)
-    found = compute.problem_gradients(problem, state, one, wanted, local.Work(backend, options))
-    return value, found, local.Forward.of(state) if problem.kind == "softmax" else None
+def evaluated(problem: Problem, backend: Any = TORCH) -> list[Any]:
+    """The loss and its gradients."""
+    wanted, work = every_gradient(problem), local.Work(backend, Options())
+    value, state = compute.problem_loss(problem, work, wanted)
+    g = compute.problem_gradients(problem, state, torch.ones((), dtype=problem.scale.dtype), wanted, work)
+    return [value, g.rows, *g.columns, g.scale, g.bias]
 
 
-def features_of(found: tuple[Tensor, local.Gradients, Any]) -> Sequence[Tensor | None]:
-    value, g, _ = found
-    return value, g.rows, *g.columns, g.scale, g.bias
-
-
-def same(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
-    pairs = list(zip(a, b, strict=True))
-    return all((x is None) == (y is None) for x, y in pairs) and all(
-        torch.equal(x, y) for x, y in pairs if x is not None and y is not None
-    )
+def same(a: list[Any], b: list[Any]) -> bool:
+    return all(x is y or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def in_blocks(problem: Problem, block: int) -> Problem:
@@ -65,7 +52,7 @@ def test_blocks_of_rows_against_themselves_compute_each_pair_once() -> None:
 def test_a_batch_of_one_block_has_the_bits_of_a_plain_call(loss: Any, dtype: torch.dtype) -> None:
     # by the primitives, as blocks are
     problem = replace(made(loss, 50, dtype), whole=None)
-    assert same(features_of(evaluated(in_blocks(problem, 100))), features_of(evaluated(problem)))
+    assert same(evaluated(in_blocks(problem, 100)), evaluated(problem))
 
 
 def made(loss: Any, b: int, dtype: torch.dtype = torch.float32, width: int = 9) -> Problem:
@@ -94,9 +81,9 @@ def stated(loss: Any, *given: Any) -> Problem:
 )
 def test_late_copies_change_no_bit_and_race_with_nothing(loss: Any, b: int, block: int, dtype: torch.dtype) -> None:
     problem = in_blocks(made(loss, b, dtype), block)
-    expected = features_of(evaluated(problem))
+    expected = evaluated(problem)
     with late_copies() as world:
-        found = features_of(evaluated(problem))
+        found = evaluated(problem)
     assert same(found, expected)
     assert world.races == set()
     assert not world.pending
@@ -118,8 +105,8 @@ def test_one_part_of_one_side(rows: int) -> None:
         column_target=None,
     )
     with late_copies() as world:
-        found = features_of(evaluated(problem))
-    assert same(found, features_of(evaluated(problem)))
+        found = evaluated(problem)
+    assert same(found, evaluated(problem))
     assert world.races == set()
 
 

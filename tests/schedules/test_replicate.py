@@ -1,4 +1,4 @@
-"""The whole loss on every rank: gradients of features and scale as a process alone has them, with one message."""
+"""The whole loss on every rank: gradients of features and scale as a process alone has them."""
 
 from __future__ import annotations
 
@@ -12,31 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import contrastile
 from contrastile.comm.inprocess import InProcess, InProcessGroup
-from contrastile.schedules.placement import Shards
-from contrastile.schedules.timing import REPLICATED, choose_exchange
 
 COUNTS = 4, 0, 7
 
 
-def drawn(frozen: bool = False) -> list[Any]:
+def drawn() -> list[Any]:
     """Features of all ranks and a scale."""
     draw = torch.Generator().manual_seed(0)
     image, text = (torch.randn(sum(COUNTS), 6, generator=draw) for _ in range(2))
-    return [image.requires_grad_(not frozen), text.requires_grad_(), torch.tensor(1.5, requires_grad=True)]
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_step_is_one_message(frozen: bool) -> None:
-    def program(comm: InProcess) -> None:
-        image, text, scale = drawn(frozen)
-        leaves = [x.detach().split(COUNTS)[comm.rank].requires_grad_(x.requires_grad) for x in (image, text)]
-        before = comm.calls.messages
-        value = contrastile.clip_loss(*leaves, scale, group=comm, exchange="replicate", backend="torch")
-        assert comm.calls.messages == before + 1
-        value.backward()
-        assert comm.calls.messages == before + 1
-
-    InProcessGroup[None](len(COUNTS)).run(program)
+    return [x.requires_grad_() for x in (image, text, torch.tensor(1.5))]
 
 
 def test_a_rank_may_be_under_a_dispatch_mode() -> None:
@@ -58,7 +42,6 @@ def test_a_rank_may_be_under_a_dispatch_mode() -> None:
 def test_no_negatives_are_replicated_and_the_loss_can_be_divided_in_place(negatives: Any) -> None:
     def program(comm: InProcess) -> tuple[Tensor, Tensor]:
         image, text, scale = drawn()
-        image.requires_grad_()
         loss = contrastile.info_nce(image, text, scale, negatives=negatives, group=comm, exchange="replicate")
         loss /= 4
         loss.backward()
@@ -69,16 +52,3 @@ def test_no_negatives_are_replicated_and_the_loss_can_be_divided_in_place(negati
     for value, gradient in InProcessGroup[tuple[Tensor, Tensor]](2).run(program):
         assert torch.equal(value, expected / 4)
         assert gradient.any()
-
-
-def test_small_problems_of_gpus_are_replicated_by_auto() -> None:
-    def chosen(rows: int, blocks: int = 1, itemsize: int = 2, **how: Any) -> str:
-        shards = Shards((rows, rows), (((rows // blocks,) * blocks,)) * 2)
-        return choose_exchange(shards, 512, itemsize, **how).exchange
-
-    assert chosen(8192, may_replicate=True) == "replicate"
-    assert chosen(8200, may_replicate=True) == chosen(64) == "gather"
-    assert chosen(64, blocks=2, may_replicate=True) == "replicate"
-    assert chosen(2048, itemsize=4, may_replicate=True) == "replicate"
-    assert chosen(2056, itemsize=4, may_replicate=True) == "gather"
-    assert REPLICATED[True] == 16384**2 * 512

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,11 +60,15 @@ def test_features_rounded_to_tf32_are_within_the_bounds_that_know_of_it_and_no_o
 # of losses that have them: a margin is of rows and columns that have a positive, smoothing not of a set against itself
 @pytest.mark.parametrize(
     ("name", "option"),
-    [("hot", {"margin": 0.25}), ("labels", {"margin": 0.25}), ("square-ragged", {"smoothing": 0.3})],
+    [
+        ("hot", {"margin": 0.25}),
+        ("labels", {"margin": 0.25}),
+        ("square-ragged", {"smoothing": 0.3}),
+        # of a row, of its positives and of its negatives
+        ("sigmoid-labels", {"row_weight": np.full((22, 2), (0.01, 0.04))}),
+    ],
 )
-def test_a_margin_and_label_smoothing_are_within_the_bounds_and_a_loss_without_them_is_not(
-    name: str, option: dict[str, float]
-) -> None:
+def test_an_option_is_within_the_bounds_and_a_loss_without_it_is_not(name: str, option: dict[str, Any]) -> None:
     plain, torch = build(name, "float32"), load("torch")
     problem = replace(plain, **option)
     exact = truth(problem, UPSTREAM)

@@ -11,6 +11,7 @@ import faulthandler
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from capturing import captured
+from capturing import captured, stepped
 from exchange import SECONDS, join
 
 import contrastile
@@ -49,10 +50,7 @@ def check(comm: Any, backend: str, exchange: str) -> Callable[[], bool]:
     """Capture a step and hold its replays to eager steps; a check that can be repeated later."""
     leaves = [x.requires_grad_() for x in (*features(comm, 0), torch.tensor(14.25, device="cuda"))]
 
-    def step() -> list[Any]:
-        loss = contrastile.clip_loss(*leaves, backend=backend, group=comm, exchange=exchange)
-        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
-
+    step = partial(stepped, contrastile.clip_loss, leaves, backend=backend, group=comm, exchange=exchange)
     graph, found = captured(step)
 
     def again() -> bool:
