@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +27,7 @@ import page_tables as tables  # noqa: E402
 from page_tables import Data, Row, escaped, table  # noqa: E402
 
 from contrastile import capacity  # noqa: E402
+from contrastile.bench import report  # noqa: E402
 from contrastile.cli import COMMANDS  # noqa: E402
 from contrastile.schedules.timing import Machine  # noqa: E402
 from contrastile.verify import plots  # noqa: E402
@@ -71,17 +74,13 @@ def training(results: Path) -> str:
 
 
 def cpu(results: Path) -> str:
-    """The records of ``contrastile bench`` on a CPU."""
-    runs = [read(results, path.stem) for path in sorted(results.glob("cpu_*.json"))]
-    rows = [row for run in runs for row in run["rows"] if row["status"] == "measured"]
-    rows.sort(key=lambda row: (row["nominal_batch"], row["variant"], row["implementation"] == "plain"))
-    facts = runs[0]["environment"]
-    about = (
-        f"{facts['cpu']}, {facts['threads']} threads ({facts['cpu_capability']}), torch {facts['torch']}; "
-        "float32, symmetric loss, forward and backward, scale 100."
-    )
-    lines = ([*tables.bench_cells(row), str(len(row["seconds"]["samples"]))] for row in rows)
-    return f"{about}\n\n{table([*tables.COLUMNS, 'rounds'], lines, left=(0, 3))}"
+    """The records of ``contrastile bench`` on a CPU, as it prints them."""
+    said = io.StringIO()
+    with redirect_stdout(said):
+        for stem in ("cpu_8k", "cpu_16k", "cpu_64k"):
+            report.show(read(results, stem))
+            print()
+    return f"```text\n{said.getvalue().rstrip()}\n```"
 
 
 def _growth(results: Path) -> list[Row]:

@@ -266,25 +266,6 @@ def training_section(stem: str, data: Data) -> str:
     return "\n\n".join([about, what, table(head, lines), *alone, memory])
 
 
-COLUMNS = (
-    *("variant", "b", "d", "implementation", "time s (quartiles)", "GFLOP/s", "of matmul"),
-    *("x plain", "x aligned", "peak MiB", "memory x plain"),
-)
-
-
-def bench_cells(row: Row) -> list[str]:
-    """What stands under ``COLUMNS`` for a measured row of a record of ``contrastile bench``."""
-
-    def shown(name: str, unit: float = 1, digits: str = ".3g") -> str:
-        return "-" if row[name] is None else f"{row[name] / unit:{digits}}"
-
-    time = "{median:.4g} ({lower:.4g} to {upper:.4g})".format(**row["seconds"])
-    size = [row["variant"], f"{row['batch']:,}", str(row["width"]), row["implementation"]]
-    rates = [shown("gflops", 1, ",.1f"), shown("share_of_matmul", 1, ".0%")]
-    ratios = [shown("time_over_plain"), shown("time_over_aligned")]
-    return [*size, time, *rates, *ratios, shown("peak_extra_bytes", MIB, ",.2f"), shown("memory_over_plain")]
-
-
 LINES = {
     OURS[0]: ("#c2570c", "#ffb454", "o"),
     OURS[1]: ("#2f55c7", "#8fb0ff", "s"),
