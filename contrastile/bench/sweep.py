@@ -21,9 +21,9 @@ import numpy as np
 from contrastile.backends.arrays import ITEMSIZE
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.bench import memory
-from contrastile.bench.agreement import Agreement, check
-from contrastile.bench.peers import CHECK_ROWS, PLAIN, Implementation, Step, ours, plain
-from contrastile.bench.workloads import Workload, arguments, features
+from contrastile.bench.agreement import CHECK_ROWS, Agreement, check
+from contrastile.bench.peers import PLAIN, Implementation, Step, ours, plain
+from contrastile.bench.workloads import Workload
 from contrastile.environment import measurement_environment
 from contrastile.reporting import one_line
 
@@ -239,7 +239,7 @@ def _measure(
             try:
                 row.reason = _does_not_fit(made, workload, settings, seconds_per_logit)
                 if row.reason is None:
-                    step = _step(made, workload, settings)
+                    step = made.step(workload, settings.dtype, device, settings.scale)
                     row.peak_bytes = memory.peak_extra(step, made.library, device) if settings.memory else None
                     rows[label], sizes[label], steps[label] = row, workload, step
             except Exception as error:  # memory may run out, and a third-party backend may raise anything
@@ -287,7 +287,7 @@ def _does_not_fit(
     key = made.name, workload.variant, workload.width
     if key not in seconds_per_logit:
         small = replace(workload, batch=min(workload.batch, PROBE_ROWS))
-        step = _step(made, small, settings)
+        step = made.step(small, settings.dtype, settings.device, settings.scale)
         seconds(step, settings.device)
         seconds_per_logit[key] = seconds(step, settings.device) / small.batch**2
     runs = settings.repeat + (settings.repeat > 1) + settings.memory
@@ -298,10 +298,6 @@ def _does_not_fit(
             "raise --budget or lower --repeat"
         )
     return None
-
-
-def _step(made: Implementation, workload: Workload, settings: SweepSettings) -> Step:
-    return made.step(arguments(features(workload), made.library, settings.dtype, settings.device, settings.scale))
 
 
 def in_turns(

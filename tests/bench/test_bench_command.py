@@ -134,7 +134,7 @@ def test_no_speed_of_what_disagrees_or_raises(monkeypatch: pytest.MonkeyPatch, t
     assert (rows["plain"]["status"], "seconds" in rows["plain"]) == ("skip", False)
     assert "disagrees with the oracle" in rows["plain"]["reason"]
 
-    def raising(*args: Any) -> Any:
+    def raising(*args: Any, **more: Any) -> Any:
         raise RuntimeError("two\nlines")
 
     monkeypatch.setattr(wrong, raising)
