@@ -69,10 +69,6 @@ def gpus(results: Path, *, several: bool) -> str:
     return "\n\n".join(tables.gpu_section(*each) for each in tables.newest(found, "peers"))
 
 
-def training(results: Path) -> str:
-    return "\n\n".join(tables.training_section(*each) for each in timed(results, {"training"}))
-
-
 def cpu(results: Path) -> str:
     """The records of ``contrastile bench`` on a CPU, as it prints them."""
     said = io.StringIO()
@@ -230,7 +226,6 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "one GPU": partial(gpus, several=False),
     "several GPUs": partial(gpus, several=True),
     "several hosts": hosts,
-    "training": training,
     "contrastile bench on a CPU": cpu,
     "growth": bounds,
     "conformance": conformance,

@@ -15,8 +15,6 @@ Data = dict[str, Any]
 Row = dict[str, Any]
 
 OURS = ("contrastile triton", "contrastile cupy")
-CACHE = "contrastile, cached_step"
-TRAINERS = ("torch", "transformers", "sentence-transformers", "gradcache")
 ANCHOR = 65536
 
 HEADS = {
@@ -90,9 +88,9 @@ def machine(environment: Data) -> str:
     return device if n == 1 else f"{n} x {device}"
 
 
-def recorded(stem: str, environment: Data, packages: Sequence[str] = ("torch",)) -> str:
-    """Packages, the day, and where the rest stands."""
-    told = ", ".join([*(f"{name} {environment[name]}" for name in packages), environment["date"][:10]])
+def recorded(stem: str, environment: Data) -> str:
+    """Torch, the day, and where the rest stands."""
+    told = f"torch {environment['torch']}, {environment['date'][:10]}"
     return f"{told}. [The record](../results/{stem}.json) has the commit, all versions and every sample."
 
 
@@ -230,40 +228,6 @@ def _ratio(words: str, at: dict[str, float]) -> str:
     """Time of the faster of the others over ours; "-" by tf32, in which they do not multiply."""
     others = [ms for name, ms in at.items() if name in HEADS and name != "auto" and "tf32" not in words]
     return f"{min(others) / at['auto']:.1f} x" if others and "auto" in at else "-"
-
-
-def training_section(stem: str, data: Data) -> str:
-    """The part ``training`` of a record: the optimizer step of each, the loss alone, and memory over the batch."""
-    rows = measured(data, "training", loss="cached_step")
-    pairs, best = max(row["b"] for row in rows), dict[str, Row]()
-    # the largest batch counts, and there the chunk with which it is fastest
-    for row in sorted(rows, key=lambda row: (row["b"], -median(row))):
-        best[row["name"]] = row
-    what = (
-        f"One optimizer step of MiniLM (random weights, no dropout) on {pairs:,} pairs of 32 random tokens, encoded "
-        "under bfloat16 autocast. Each takes the chunk with which it is fastest. *Autocast around the call*: the "
-        "encoder brings none; the call of the loss is under it and the backward pass is not, as a trainer has it."
-    )
-    ours, lines = best[CACHE], []
-    for name, row in sorted(best.items(), key=lambda each: (each[0].startswith("autocast"), median(each[1]))):
-        s, compared = median(row) / 1e3, row is not ours and row["b"] == ours["b"]
-        chunk = f"{row['chunk']:,}" if row["chunk"] < row["b"] else "-"
-        line = [name, f"{row['b']:,}", chunk, number(s), number(row["b"] / s), number(row["peak_bytes"] / GIB)]
-        lines.append([*line, f"{median(row) / median(ours):.2f} x" if compared else "-"])
-    skipped = {row["name"]: row["reason"] for row in data["times"] if row["part"] == "training" and "reason" in row}
-    lines += [[name, "-", "-", why, "-", "-", "-"] for name, why in skipped.items() if name not in best]
-    head = ("gradient cache", "pairs", "chunk", "seconds a step", "pairs a second", "peak GiB", "time / contrastile's")
-    alone = [
-        f"`info_nce` alone takes {number(median(row))} ms forward and backward, "
-        f"{percent(median(row) / median(ours))} of contrastile's step."
-        for row in measured(data, "training", loss="info_nce", name="contrastile auto")
-    ]
-    least = min(row["chunk"] for row in rows)
-    held = {row["b"]: row["peak_bytes"] for row in rows if (row["name"], row["chunk"]) == (CACHE, least)}
-    peaks = ([f"{b:,}", number(held[b] / MIB, 4)] for b in sorted(held))
-    memory = table(("pairs", f"peak MiB in chunks of {least:,}"), peaks)
-    about = f"{machine(data['environment'])}: {recorded(stem, data['environment'], TRAINERS)}"
-    return "\n\n".join([about, what, table(head, lines), *alone, memory])
 
 
 LINES = {
