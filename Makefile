@@ -2,7 +2,7 @@
 # make test       lint, types and tests with coverage
 # make test-slow  the tests that take longer: kernels compiled, ranks that die, mutants, other libraries
 # make test-gpu   the tests that need a CUDA GPU, with whatever Python has torch for it: PYTHON=...
-# make verify-gpu all that holds the GPU backends to the oracle: verify, mutants, sanitizers, repeats, drawn problems
+# make verify-gpu all that holds the GPU backends to the oracle: verify, mutants, sanitizers, drawn problems
 # make docs       the site, into site/
 # make docs-version VERSION=0.1  the site as one version beside the others, committed to the branch gh-pages
 # make package    sdist and wheel in dist/, checked; each in an empty environment runs the README, verify and the pages' commands

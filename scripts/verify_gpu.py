@@ -8,7 +8,6 @@
 ``verify``      contrastile verify, triton and cupy, every dtype and precision
 ``mutants``     contrastile mutate, the defects of their kernels
 ``sanitizers``  compute-sanitizer: four tools over CuPy's kernels, memcheck over Triton's
-``repeats``     the tests that ask for the same bits twenty times
 ``drawn``       problems that are drawn, as many for each backend, dtype and precision
 
 Nothing is timed, so that the jobs share the cores. What is not done within the time limit has failed.
@@ -40,7 +39,7 @@ sys.path[:0] = [str(ROOT)]
 from contrastile.environment import measurement_environment  # noqa: E402
 from contrastile.reporting import write_json  # noqa: E402
 
-STEPS = ("kernels", "mutants", "sanitizers", "verify", "repeats", "drawn")
+STEPS = ("kernels", "mutants", "sanitizers", "verify", "drawn")
 KINDS = (
     *(("triton", *kind) for kind in (("float32", "split"), ("float32", "tf32"), ("bfloat16", ""), ("float16", ""))),
     *(("cupy", *kind) for kind in (("float32", "ieee"), ("float32", "tf32"), ("bfloat16", ""), ("float16", ""))),
@@ -145,8 +144,6 @@ def jobs(examples: int, seed: int, cores: int, out: Path) -> Iterator[Job]:
         every[f"cupy-bfloat16-keep-{mib}"] = kept
     for name, command in every.items():
         yield Job("verify", name, [*command, "--json", f"{out}/verify-{name}.json"], {"seed": seed})
-    tests_of_bits = ["tests/gpu/test_repeats.py", "-k", "repeats_have_the_same_bits"]
-    yield Job("repeats", "all", [sys.executable, "-m", "pytest", *PYTEST, *tests_of_bits], {})
     # at least so many problems in all, in parts, each with a seed of its own
     each = -(-examples // len(kinds))
     for part, start in enumerate(range(0, each, PART)):
