@@ -246,10 +246,8 @@ class Run:
                 row |= {"verdict": "pass" if found.agrees else "fail", "worst": found.ratio, "reason": found.reason}
             except Exception as error:  # other people's backends may raise anything
                 row |= {"verdict": "fail", "worst": None, "reason": one_line(error)[:200]}
-            # with ids and without
-            row["pass"] = 2 * (row["verdict"] == "pass")
             self.data["verify"].append(row)
-            if self.ranks.failed("" if row["pass"] else row["reason"]):
+            if self.ranks.failed("" if row["verdict"] == "pass" else row["reason"]):
                 self.given.backends.remove(name)
                 self.ranks.say(f"{name} is not timed: {row['reason']}")
                 sound = False

@@ -189,13 +189,13 @@ def paired(
 
 
 PACKAGES = ("triton", "cupy-cuda13x", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels", "open-clip-torch")
-TRAINERS = ("transformers", "sentence-transformers", "gradcache")
+PACKAGES += ("transformers", "sentence-transformers", "gradcache")
 
 
 def facts(ranks: Ranks, commit: str | None) -> dict[str, Any]:
     """What the numbers were measured on: machine, versions, and the commit (as given where there is no checkout)."""
     found = measurement_environment(ranks.kind)
-    found |= {name: installed_version(name) for name in (*PACKAGES, *TRAINERS)}
+    found |= {name: installed_version(name) for name in PACKAGES}
     found |= {"commit": commit or found["commit"], "ranks": ranks.size}
     if ranks.kind == "cuda":
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

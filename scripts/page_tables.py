@@ -102,21 +102,11 @@ def newest(found: Iterable[tuple[str, Data]], part: str) -> list[tuple[str, Data
 
 
 def gpu_section(stem: str, data: Data) -> str:
-    """A record of ``peers``, and over ranks of ``steps``: the machine, what was verified, our own, everybody."""
+    """A record of ``peers``, and over ranks of ``steps``: the machine, our own, everybody."""
     several = ranks(data) > 1
-    told = f"{recorded(stem, data['environment'])} {verified(data)}".rstrip()
+    told = recorded(stem, data["environment"])
     shown = scaling(data) if several else f"![Time and peak memory against the batch](../results/{stem}.svg)"
     return "\n\n".join([f"### {machine(data['environment'])}", told, shown, peers(data)])
-
-
-def verified(data: Data) -> str:
-    """The verdicts without which nothing is timed, in a sentence."""
-    rows = [row for row in data["verify"] if row["verdict"] == "pass"]
-    if not rows:
-        return ""
-    worst = max(row["worst"] for row in rows)
-    names, count = ", ".join(row["name"] for row in rows), sum(row["pass"] for row in rows)
-    return f"Verified first, {count} checks of {names}: the largest error is {number(worst)} of its bound."
 
 
 def cell(row: Row | None) -> str:

@@ -17,8 +17,6 @@ from contrastile.verify.losses.ours import both
 from contrastile.verify.losses.subject import prepare
 
 PLAIN = "plain"
-Step = Callable[[], Any]
-"""One forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +45,8 @@ class Implementation:
         claims = Claims(library=self.library, ids=True, dtypes=(dtype,), devices=(device,))
         return Loss(self.name, self.target, claims, self.accuracy(dtype, device))
 
-    def step(self, workload: Workload, dtype: str, device: str, scale: float) -> Step:
-        """The call of this workload, with its arrays made."""
+    def step(self, workload: Workload, dtype: str, device: str, scale: float) -> Callable[[], Any]:
+        """One forward and backward of this workload, with its arrays made."""
         call = prepare(self.loss(dtype, device), features(workload, scale), dtype, device)
         return partial(self.target, *call.leaves, *call.numbers, **call.keywords)
 
