@@ -2,7 +2,7 @@
 # make test       lint, types and tests with coverage
 # make test-slow  the tests that take longer: kernels compiled, ranks that die, mutants, other libraries
 # make test-gpu   the tests that need a CUDA GPU, with whatever Python has torch for it: PYTHON=...
-# make -k -j 16 verify-gpu   all that holds the GPU backends to the oracle: verify, mutants, sanitizers, repeats, drawn problems
+# make -k -j 16 verify-gpu   all that holds the GPU backends to the oracle: verify, mutants, sanitizers, drawn problems
 # make docs       the site, into site/
 # make docs-version VERSION=0.1  the site as one version beside the others, committed to the branch gh-pages
 # make package    sdist and wheel in dist/, checked; each in an empty environment runs the README, verify and the pages' commands
@@ -28,7 +28,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: verify test test-slow test-gpu verify-gpu kernels-gpu memcheck-gpu mutants-gpu repeats-gpu measure-gpu test-versions lint types coverage pytest docs docs-version package errors clean
+.PHONY: verify test test-slow test-gpu verify-gpu kernels-gpu memcheck-gpu mutants-gpu measure-gpu test-versions lint types coverage pytest docs docs-version package errors clean
 
 verify: $(STAMPS)-verify
 	$(BIN)/contrastile verify $(ARGS)
@@ -78,7 +78,7 @@ SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(ON_GPU) $(SANITIZER) --tool $* --e
 # a pool of memory would hide a step beyond one of its blocks: each array is an allocation of its own
 UNPOOLED = $(PYTHON) -c "import sys, cupy, pytest; cupy.cuda.set_allocator(None); sys.exit(pytest.main(sys.argv[1:]))" -p no:cacheprovider
 verify-gpu: $(KINDS:%=verify-gpu/%) $(KINDS:%=drawn-gpu/%) $(addprefix sanitizer-gpu/,racecheck memcheck initcheck synccheck) \
-  kept-gpu/1 kept-gpu/16 memcheck-gpu mutants-gpu repeats-gpu
+  kept-gpu/1 kept-gpu/16 memcheck-gpu mutants-gpu
 
 # CuPy's kernels are compiled once, before anything else runs, so that no two jobs compile the same one
 kernels-gpu:
@@ -108,9 +108,6 @@ memcheck-gpu:
 
 mutants-gpu: kernels-gpu
 	$(ON_GPU) $(PYTHON) -m contrastile mutate --device cuda --quiet --component triton cupy --jobs 8
-
-repeats-gpu: kernels-gpu
-	$(ON_GPU) $(PYTHON) -m pytest tests/gpu/test_repeats.py
 
 # the records of this commit, one after another, so that nothing runs beside what is timed
 measure-gpu:

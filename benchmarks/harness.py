@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -191,21 +189,16 @@ def paired(
 
 
 PACKAGES = ("triton", "cupy-cuda13x", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels", "open-clip-torch")
-TRAINERS = ("transformers", "sentence-transformers", "gradcache")
-_FIXED = ("driver_version", "power.limit", "clocks.max.sm", "memory.total")
+PACKAGES += ("transformers", "sentence-transformers", "gradcache")
 
 
 def facts(ranks: Ranks, commit: str | None) -> dict[str, Any]:
     """What the numbers were measured on: machine, versions, and the commit (as given where there is no checkout)."""
     found = measurement_environment(ranks.kind)
-    found |= {name: installed_version(name) for name in (*PACKAGES, *TRAINERS)}
+    found |= {name: installed_version(name) for name in PACKAGES}
     found |= {"commit": commit or found["commit"], "ranks": ranks.size}
     if ranks.kind == "cuda":
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    if ranks.kind == "cuda" and shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(_FIXED)}", "--format=csv,noheader"]
-        said = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout
-        found |= dict(zip(_FIXED, map(str.strip, said.split(",")), strict=False))
     return found
 
 

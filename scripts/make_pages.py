@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +26,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 import page_tables as tables  # noqa: E402
 from page_tables import Data, Row, escaped, table  # noqa: E402
 
+from contrastile import capacity  # noqa: E402
+from contrastile.bench import report  # noqa: E402
 from contrastile.cli import COMMANDS  # noqa: E402
+from contrastile.schedules.timing import Machine  # noqa: E402
 from contrastile.verify import plots  # noqa: E402
 from contrastile.verify.growth import AXES  # noqa: E402
 
@@ -64,22 +69,14 @@ def gpus(results: Path, *, several: bool) -> str:
     return "\n\n".join(tables.gpu_section(*each) for each in tables.newest(found, "peers"))
 
 
-def training(results: Path) -> str:
-    return "\n\n".join(tables.training_section(*each) for each in timed(results, {"training"}))
-
-
 def cpu(results: Path) -> str:
-    """The records of ``contrastile bench`` on a CPU."""
-    runs = [read(results, path.stem) for path in sorted(results.glob("cpu_*.json"))]
-    rows = [row for run in runs for row in run["rows"] if row["status"] == "measured"]
-    rows.sort(key=lambda row: (row["nominal_batch"], row["variant"], row["implementation"] == "plain"))
-    facts = runs[0]["environment"]
-    about = (
-        f"{facts['cpu']}, {facts['threads']} threads ({facts['cpu_capability']}), torch {facts['torch']}; "
-        "float32, symmetric loss, forward and backward, scale 100."
-    )
-    lines = ([*tables.bench_cells(row), str(len(row["seconds"]["samples"]))] for row in rows)
-    return f"{about}\n\n{table([*tables.COLUMNS, 'rounds'], lines, left=(0, 3))}"
+    """The records of ``contrastile bench`` on a CPU, as it prints them."""
+    said = io.StringIO()
+    with redirect_stdout(said):
+        for stem in ("cpu_8k", "cpu_16k", "cpu_64k"):
+            report.show(read(results, stem))
+            print()
+    return f"```text\n{said.getvalue().rstrip()}\n```"
 
 
 def _growth(results: Path) -> list[Row]:
@@ -105,6 +102,16 @@ def bounds(results: Path) -> str:
         lines.append([row["backend"], row["dtype"], *(f"{ratio:.2g}" for ratio in worst)])
     head = ["backend", "dtype", *(f"error / {what}" for what in beside.values())]
     return f"{picture}\n\n{about}\n\n{table(head, lines, left=(0, 1))}"
+
+
+def hosts(results: Path) -> str:
+    """What ``contrastile plan`` says of several hosts, with the backend that is everywhere."""
+    found = []
+    for gpus, machine in ((64, Machine()), (64, Machine(host_ms=0.0)), (1024, Machine(host_ms=0.0))):
+        setup = capacity.Setup(4096 * gpus, 512, gpus, backend="torch", per_host=8, machine=machine)
+        table, *_ = capacity.of_exchanges(setup, capacity.capacity(setup).estimates)
+        found.append(f"`--gpus {gpus} --host-ms {machine.host_ms:g}`:\n\n```text\n{table}\n```")
+    return "\n\n".join(found)
 
 
 def options(results: Path, command: str) -> str:
@@ -213,15 +220,12 @@ def file(results: Path, name: str) -> str:
     return f'``` {{.python title="{name.removeprefix("examples/")}"}}\n{text}```'
 
 
-RECORD = "gpu_nvidia_h200_x4"
-"""The one that the model of time is compared with."""
 PARTS: dict[str, Callable[[Path], str]] = {
     "everyday calls": everyday,
     "everyday calls of the README": readme,
     "one GPU": partial(gpus, several=False),
     "several GPUs": partial(gpus, several=True),
-    "several hosts": lambda results: tables.hosts(RECORD, read(results, RECORD)),
-    "training": training,
+    "several hosts": hosts,
     "contrastile bench on a CPU": cpu,
     "growth": bounds,
     "conformance": conformance,

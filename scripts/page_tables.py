@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from contrastile.schedules import timing
 from contrastile.verify import plots
 
 MIB, GIB = 2**20, 2**30
@@ -16,8 +15,6 @@ Data = dict[str, Any]
 Row = dict[str, Any]
 
 OURS = ("contrastile triton", "contrastile cupy")
-CACHE = "contrastile, cached_step"
-TRAINERS = ("torch", "transformers", "sentence-transformers", "gradcache")
 ANCHOR = 65536
 
 HEADS = {
@@ -91,9 +88,9 @@ def machine(environment: Data) -> str:
     return device if n == 1 else f"{n} x {device}"
 
 
-def recorded(stem: str, environment: Data, packages: Sequence[str] = ("torch",)) -> str:
-    """Packages, the day, and where the rest stands."""
-    told = ", ".join([*(f"{name} {environment[name]}" for name in packages), environment["date"][:10]])
+def recorded(stem: str, environment: Data) -> str:
+    """Torch, the day, and where the rest stands."""
+    told = f"torch {environment['torch']}, {environment['date'][:10]}"
     return f"{told}. [The record](../results/{stem}.json) has the commit, all versions and every sample."
 
 
@@ -105,21 +102,10 @@ def newest(found: Iterable[tuple[str, Data]], part: str) -> list[tuple[str, Data
 
 
 def gpu_section(stem: str, data: Data) -> str:
-    """A record of ``peers``, and over ranks of ``steps``: the machine, what was verified, our own, everybody."""
-    several = ranks(data) > 1
-    told = f"{recorded(stem, data['environment'])} {verified(data)}".rstrip()
-    shown = scaling(data) if several else f"![Time and peak memory against the batch](../results/{stem}.svg)"
-    return "\n\n".join([f"### {machine(data['environment'])}", told, shown, peers(data)])
-
-
-def verified(data: Data) -> str:
-    """The verdicts without which nothing is timed, in a sentence."""
-    rows = [row for row in data["verify"] if row["verdict"] == "pass"]
-    if not rows:
-        return ""
-    worst = max(row["worst"] for row in rows)
-    names, count = ", ".join(row["name"] for row in rows), sum(row["pass"] for row in rows)
-    return f"Verified first, {count} checks of {names}: the largest error is {number(worst)} of its bound."
+    """A record of ``peers``, and over ranks of ``steps``: the machine, our own, everybody."""
+    shown = scaling(data) if ranks(data) > 1 else f"![Time and peak memory against the batch](../results/{stem}.svg)"
+    e = data["environment"]
+    return "\n\n".join([f"### {machine(e)}", recorded(stem, e), shown, peers(data)])
 
 
 def cell(row: Row | None) -> str:
@@ -152,52 +138,6 @@ def scaling(data: Data) -> str:
                 ways = [cell(by.get(how)) for how in ("local", "ring", "gather")]
                 lines.append([what, str(d), str(n), *ways, percent(rate(best) / rate(alone))])
     return table(["pairs", "d", "ranks", "one process", "ring", "gather", "best efficiency, auto included"], lines)
-
-
-def model_errors(data: Data) -> dict[tuple[int, str, int, int], float]:
-    """How far the model of ``schedules.timing`` is off, by ranks, exchange, rows of each and width.
-
-    It is given the rate that a rank alone has with features of that width.
-    """
-    found = [*measured(data, "steps", what="both", graph=False), *measured(data, "peers", what="both", graph=False)]
-    took = {(x["n"], x["exchange"], x["b"], x["d"]): median(x) for x in found if x["name"] == "contrastile triton"}
-    rates: dict[int, list[float]] = {}
-    for (n, _, b, d), time in took.items():
-        if n == 1:
-            rates.setdefault(d, []).append(8e-9 * b * b * d / time)
-    errors = {}
-    for (n, exchange, b, d), time in took.items():
-        if n > 1 and exchange in ("ring", "gather"):
-            fast = timing.Machine(tflops=statistics.median(rates[d]))
-            said = timing.seconds(exchange, timing.Ranks(1, n, b // n, d, 2), fast)
-            errors[n, exchange, b // n, d] = abs(1e3 * said / time - 1)
-    return errors
-
-
-def hosts(stem: str, data: Data) -> str:
-    """What the model says of GPUs of many hosts, and how far it is off where there are records."""
-    errors = model_errors(data)
-    large = [error for (*_, rows, _), error in errors.items() if rows >= 32768]
-    lines = []
-    for gpus in (8, 64, 256, 1024):
-        ranks = timing.Ranks(gpus // 8, 8, 4096, 512, 2)
-        for exchange in ("ring", "two-level", "gather") if gpus > 8 else ("ring", "gather"):
-            cells = []
-            for each in (timing.Machine(host_ms=0.0), timing.Machine()):
-                share = timing.share(exchange, ranks, each)
-                cells += [f"{number(1e3 * timing.seconds(exchange, ranks, each))} ms", percent(share)]
-            rows = timing.hidden_from(exchange, ranks, timing.Machine(host_ms=0.0))
-            messages, *sizes = timing.traffic(exchange, ranks)
-            cells += ["never" if rows is None else number(rows, 1), number(messages, 1)]
-            lines.append([number(gpus, 1), exchange, *cells, *(f"{size / MIB:,.0f}" for size in sizes)])
-    head = ["GPUs", "exchange", "in a CUDA graph", "products", "eager", "products", "hides from, rows"]
-    head += ["messages", "MiB inside a host", "MiB to other hosts"]
-    said = (
-        f"On {len(errors)} points of [the record](../results/{stem}.json) of 2 and 4 GPUs the model is off by "
-        f"{percent(statistics.median(errors.values()))} at the median, {percent(max(large))} at most from 32,768 rows "
-        f"per rank on, and {percent(max(errors.values()))} below, where the host's time counts."
-    )
-    return f"{table(head, lines, left=(0, 1))}\n\n{said}"
 
 
 def peers(data: Data) -> str:
@@ -277,59 +217,6 @@ def _ratio(words: str, at: dict[str, float]) -> str:
     """Time of the faster of the others over ours; "-" by tf32, in which they do not multiply."""
     others = [ms for name, ms in at.items() if name in HEADS and name != "auto" and "tf32" not in words]
     return f"{min(others) / at['auto']:.1f} x" if others and "auto" in at else "-"
-
-
-def training_section(stem: str, data: Data) -> str:
-    """The part ``training`` of a record: the optimizer step of each, the loss alone, and memory over the batch."""
-    rows = measured(data, "training", loss="cached_step")
-    pairs, best = max(row["b"] for row in rows), dict[str, Row]()
-    # the largest batch counts, and there the chunk with which it is fastest
-    for row in sorted(rows, key=lambda row: (row["b"], -median(row))):
-        best[row["name"]] = row
-    what = (
-        f"One optimizer step of MiniLM (random weights, no dropout) on {pairs:,} pairs of 32 random tokens, encoded "
-        "under bfloat16 autocast. Each takes the chunk with which it is fastest. *Autocast around the call*: the "
-        "encoder brings none; the call of the loss is under it and the backward pass is not, as a trainer has it."
-    )
-    ours, lines = best[CACHE], []
-    for name, row in sorted(best.items(), key=lambda each: (each[0].startswith("autocast"), median(each[1]))):
-        s, compared = median(row) / 1e3, row is not ours and row["b"] == ours["b"]
-        chunk = f"{row['chunk']:,}" if row["chunk"] < row["b"] else "-"
-        line = [name, f"{row['b']:,}", chunk, number(s), number(row["b"] / s), number(row["peak_bytes"] / GIB)]
-        lines.append([*line, f"{median(row) / median(ours):.2f} x" if compared else "-"])
-    skipped = {row["name"]: row["reason"] for row in data["times"] if row["part"] == "training" and "reason" in row}
-    lines += [[name, "-", "-", why, "-", "-", "-"] for name, why in skipped.items() if name not in best]
-    head = ("gradient cache", "pairs", "chunk", "seconds a step", "pairs a second", "peak GiB", "time / contrastile's")
-    alone = [
-        f"`info_nce` alone takes {number(median(row))} ms forward and backward, "
-        f"{percent(median(row) / median(ours))} of contrastile's step."
-        for row in measured(data, "training", loss="info_nce", name="contrastile auto")
-    ]
-    least = min(row["chunk"] for row in rows)
-    held = {row["b"]: row["peak_bytes"] for row in rows if (row["name"], row["chunk"]) == (CACHE, least)}
-    peaks = ([f"{b:,}", number(held[b] / MIB, 4)] for b in sorted(held))
-    memory = table(("pairs", f"peak MiB in chunks of {least:,}"), peaks)
-    about = f"{machine(data['environment'])}: {recorded(stem, data['environment'], TRAINERS)}"
-    return "\n\n".join([about, what, table(head, lines), *alone, memory])
-
-
-COLUMNS = (
-    *("variant", "b", "d", "implementation", "time s (quartiles)", "GFLOP/s", "of matmul"),
-    *("x plain", "x aligned", "peak MiB", "memory x plain"),
-)
-
-
-def bench_cells(row: Row) -> list[str]:
-    """What stands under ``COLUMNS`` for a measured row of a record of ``contrastile bench``."""
-
-    def shown(name: str, unit: float = 1, digits: str = ".3g") -> str:
-        return "-" if row[name] is None else f"{row[name] / unit:{digits}}"
-
-    time = "{median:.4g} ({lower:.4g} to {upper:.4g})".format(**row["seconds"])
-    size = [row["variant"], f"{row['batch']:,}", str(row["width"]), row["implementation"]]
-    rates = [shown("gflops", 1, ",.1f"), shown("share_of_matmul", 1, ".0%")]
-    ratios = [shown("time_over_plain"), shown("time_over_aligned")]
-    return [*size, time, *rates, *ratios, shown("peak_extra_bytes", MIB, ",.2f"), shown("memory_over_plain")]
 
 
 LINES = {

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 
-import numpy as np
+from contrastile.bench.peers import Implementation
+from contrastile.bench.workloads import Workload, features
+from contrastile.verify.comparison import Worst
+from contrastile.verify.losses.cases import Batch, LossCase, rounded
+from contrastile.verify.losses.properties import LossTrial
+from contrastile.verify.trial import SkipError
 
-from contrastile.backends.arrays import library_of
-from contrastile.backends.contract import state_dtype
-from contrastile.bench.peers import CHECK_ROWS, Implementation
-from contrastile.bench.workloads import Workload, arguments, features
-from contrastile.verify.bounds import bounds
-from contrastile.verify.comparison import compare, parts
-from contrastile.verify.losses.arguments import Arguments, stated
-from contrastile.verify.rounding import UNIT, round_to
-from contrastile.verify.truth import Outcome, truth
-
+CHECK_ROWS = 1031
+"""Pairs of the check against the oracle: prime, and more than one chunk of any backend."""
 CHECK_WIDTH = 43
 FEW_ROWS = 67
-FIELDS = ("loss", "rows", "columns", "scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,37 +56,17 @@ def check(implementation: Implementation, dtype: str, device: str, scale: float,
     refusal = implementation.refuses(dtype, device)
     if refusal:
         return Agreement(implementation.name, None, rows, refusal)
-    scale = float(round_to(scale, state_dtype(dtype)))
+    loss = implementation.loss(dtype, device)
     for pairs in sorted({rows, min(rows, FEW_ROWS)}, reverse=True):
-        workloads = [Workload(variant, pairs, CHECK_WIDTH) for variant in ("aligned", "ids")]
-        found = [_compare(implementation, workload, dtype, device, scale) for workload in workloads]
-        if all(each is not None for each in found):
-            ratio, reason = max(each for each in found if each is not None)
-            return Agreement(implementation.name, ratio, pairs, reason)
+        found = dict[str, Worst]()
+        for variant in ("aligned", "ids"):
+            given = rounded(features(Workload(variant, pairs, CHECK_WIDTH), scale), dtype, loss.facts)
+            batch = Batch(variant, "", pairs, CHECK_WIDTH, scale)
+            trial = LossTrial(loss, LossCase(batch, dtype, given, loss.claims, loss.facts), device)
+            with suppress(SkipError):
+                found[variant] = trial.compare(trial.result, trial.fields)
+        if len(found) == 2:
+            variant, worst = max(found.items(), key=lambda each: each[1].ratio)
+            reason = f"{worst} ({variant}, b = {pairs}, d = {CHECK_WIDTH})"
+            return Agreement(implementation.name, worst.ratio, pairs, reason)
     return Agreement(implementation.name, None, rows, f"no finite bound in {dtype} at scale {scale:g}")
-
-
-def _compare(
-    implementation: Implementation, workload: Workload, dtype: str, device: str, scale: float
-) -> tuple[float, str] | None:
-    """The worst element's ratio and description; None where the bounds are not finite."""
-    drawn = features(workload)
-    image, text = (round_to(x, dtype) for x in (drawn.image, drawn.text))
-    keywords = {} if drawn.ids is None else {"ids": drawn.ids}
-    problem = stated("clip_loss", Arguments((image, text), scale, keywords=keywords))
-    exact = truth(problem)
-    accuracy = implementation.accuracy(dtype, device)
-    # the loss is returned in the state dtype, however exact the backend is
-    accuracy = replace(accuracy, unit=max(accuracy.unit, UNIT[state_dtype(dtype)]))
-    # a peer may include the positive in its log-sum-exp, as the formula is written
-    allowed = bounds(problem, exact, accuracy, dtype, separate_positives=implementation.separate_positives)
-    if not all(bound is None or np.isfinite(bound).all() for _, bound in parts(allowed, FIELDS)):
-        return None
-    # exact: the features were drawn in float32
-    given = replace(drawn, image=image.astype(np.float32), text=text.astype(np.float32))
-    loss, gradients = implementation.step(arguments(given, implementation.library, dtype, device, scale))()
-    values = [library_of(x).to_numpy(x) if hasattr(x, "shape") else x for x in (loss, *gradients)]
-    value, rows, columns, d_scale = (np.array(x, dtype=np.float64) for x in values)
-    outcome = Outcome(loss=value, rows=rows, columns=(columns,), scale=d_scale)
-    worst = compare(outcome, exact.outcome, allowed, FIELDS)
-    return worst.ratio, f"{worst} ({workload.variant}, b = {workload.batch}, d = {workload.width})"

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 from contrastile.backends.contract import Accuracy, Options
 from contrastile.backends.registry import load
-from contrastile.bench.workloads import Arguments, Workload
-from contrastile.evaluation import value_and_grad
+from contrastile.bench.workloads import Workload, features
 from contrastile.losses import clip_loss
-from contrastile.verify.rounding import UNDERFLOW, UNIT
+from contrastile.verify.losses import Claims, Loss
+from contrastile.verify.losses.ours import both
+from contrastile.verify.losses.subject import prepare
 
 PLAIN = "plain"
-CHECK_ROWS = 1031
-"""Pairs of the check against the oracle: prime, and more than one chunk of any backend."""
-
-StepResult = tuple[Any, tuple[Any, Any, Any]]
-Step = Callable[[], StepResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +26,29 @@ class Implementation:
     Attributes:
         name: a backend's name, or "plain".
         library: whose arrays it is given: "numpy", "torch", or "cupy" where there is no torch.
-        step: binds arguments; each call of the result is one forward and backward, and returns
-            ``loss, (d_image, d_text, d_scale)``. No gradient accumulates.
-        accuracy: facts for the bounds of its check, given the dtype and the device.
+        target: called as ``target(image, text, scale, ids=None)``, returns the loss and its gradients by these; none
+            accumulates.
+        accuracy: facts for the bounds of its check, given the dtype and the device; None of a plain computation.
         predicted_bytes: bytes that it is expected to hold at its peak, given the workload and the size of one feature.
         refuses: why it cannot run in a dtype on a device, or None.
-        separate_positives: whether positives stay out of its log-sum-exps: see ``verify.bounds.bounds``.
     """
 
     name: str
     library: str
-    step: Callable[[Arguments], Step]
-    accuracy: Callable[[str, str], Accuracy]
+    target: Callable[..., Any]
+    accuracy: Callable[[str, str], Accuracy | None]
     predicted_bytes: Callable[[Workload, int], int]
     refuses: Callable[[str, str], str | None]
-    separate_positives: bool = True
+
+    def loss(self, dtype: str, device: str) -> Loss:
+        """It as ``contrastile verify`` takes a loss."""
+        claims = Claims(library=self.library, ids=True, dtypes=(dtype,), devices=(device,))
+        return Loss(self.name, self.target, claims, self.accuracy(dtype, device))
+
+    def step(self, workload: Workload, dtype: str, device: str, scale: float) -> Callable[[], Any]:
+        """One forward and backward of this workload, with its arrays made."""
+        call = prepare(self.loss(dtype, device), features(workload, scale), dtype, device)
+        return partial(self.target, *call.leaves, *call.numbers, **call.keywords)
 
 
 def ours(name: str) -> Implementation:
@@ -54,18 +59,6 @@ def ours(name: str) -> Implementation:
     """
     backend = load(name)
     library = backend.arrays.name if backend.arrays.name == "numpy" or find_spec("torch") is None else "torch"
-
-    def loss(image: Any, text: Any, scale: Any, ids: Any) -> Any:
-        return clip_loss(image, text, scale, ids=ids, backend=name)
-
-    def without_autograd(given: Arguments) -> Step:
-        both = value_and_grad(clip_loss, backend=name)
-
-        def step() -> StepResult:
-            value, gradients = both(given.image, given.text, given.scale, ids=given.ids)
-            return value, (gradients[0], gradients[1], gradients[2])
-
-        return step
 
     def refuses(dtype: str, device: str) -> str | None:
         if device not in backend.devices:
@@ -81,8 +74,10 @@ def ours(name: str) -> Implementation:
         # both gradients, and their accumulators in the state dtype
         return 2 * b * d * (itemsize + 8)
 
-    step = with_autograd(loss) if library == "torch" else without_autograd
-    return Implementation(name, library, step, accuracy, predicted, refuses)
+    target = with_autograd(partial(clip_loss, backend=name))
+    if library != "torch":
+        target = both(clip_loss, {"backend": name})
+    return Implementation(name, library, target, accuracy, predicted, refuses)
 
 
 def plain() -> Implementation:
@@ -93,38 +88,24 @@ def plain() -> Implementation:
     """
     from contrastile.bench import plain as losses
 
-    def accuracy(dtype: str, device: str) -> Accuracy:
-        # logits and their gradients are rounded to the features' dtype, and gradients underflow in it
-        underflow = UNDERFLOW["float16"] * 2 * CHECK_ROWS if dtype == "float16" else 0.0
-        return Accuracy(
-            unit=UNIT[dtype],
-            accumulate_unit=min(UNIT[dtype], UNIT["float32"]),
-            gradient_rounding=0.0 if dtype in ("float32", "float64") else UNIT[dtype],
-            gradient_underflow=underflow,
-        )
-
     def predicted(workload: Workload, itemsize: int) -> int:
         b, d = workload.shape
         # two matrices of logits, two of log-probabilities, and the mask of false negatives
         return b * b * (4 * itemsize + (workload.variant == "ids")) + 4 * b * d * itemsize
 
-    step = with_autograd(losses.clip)
-    return Implementation(PLAIN, "torch", step, accuracy, predicted, lambda *where: None, separate_positives=False)
+    return Implementation(
+        PLAIN, "torch", with_autograd(losses.clip), lambda *where: None, predicted, lambda *where: None
+    )
 
 
-def with_autograd(loss: Callable[[Any, Any, Any, Any], Any]) -> Callable[[Arguments], Step]:
+def with_autograd(loss: Callable[..., Any]) -> Callable[..., Any]:
     """Forward and backward of a differentiable loss of torch tensors; gradients are returned, not accumulated."""
 
-    def bind(given: Arguments) -> Step:
+    def target(image: Any, text: Any, scale: Any, ids: Any = None) -> Any:
         import torch
 
-        leaves = (given.image, given.text, given.scale)
+        leaves = image, text, scale
+        value = loss(*leaves, ids=ids)
+        return value.detach(), *torch.autograd.grad(value, leaves)
 
-        def step() -> StepResult:
-            value = loss(*leaves, given.ids)
-            d_image, d_text, d_scale = torch.autograd.grad(value, leaves)
-            return value.detach(), (d_image, d_text, d_scale)
-
-        return step
-
-    return bind
+    return target

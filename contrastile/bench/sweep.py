@@ -21,9 +21,9 @@ import numpy as np
 from contrastile.backends.arrays import ITEMSIZE
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.bench import memory
-from contrastile.bench.agreement import Agreement, check
-from contrastile.bench.peers import CHECK_ROWS, PLAIN, Implementation, Step, ours, plain
-from contrastile.bench.workloads import Workload, arguments, features
+from contrastile.bench.agreement import CHECK_ROWS, Agreement, check
+from contrastile.bench.peers import PLAIN, Implementation, ours, plain
+from contrastile.bench.workloads import Workload
 from contrastile.environment import measurement_environment
 from contrastile.reporting import one_line
 
@@ -105,7 +105,6 @@ class Sweep:
         environment: machine and versions.
         agreements: each implementation compared with the oracle.
         rows: measured and skipped workloads.
-        order: labels of the timed samples, in the order in which they were taken.
         interrupted: whether it was stopped early; unfinished rounds are left out.
     """
 
@@ -113,7 +112,6 @@ class Sweep:
     environment: dict[str, Any]
     agreements: list[Agreement] = field(default_factory=list)
     rows: dict[tuple[str, Workload], Measurement] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
     interrupted: bool = False
 
     def record(self) -> dict[str, Any]:
@@ -127,7 +125,6 @@ class Sweep:
                 for x in self.agreements
             ],
             "rows": [self._row(*key) for key in self.rows],
-            "order": self.order,
             "interrupted": self.interrupted,
         }
 
@@ -229,7 +226,7 @@ def _measure(
     advance: Advance,
 ) -> None:
     """Memory, then, after one warm-up each unless there is only one round, the rounds of all that fits."""
-    settings, device, steps = found.settings, found.settings.device, dict[str, Step]()
+    settings, device, steps = found.settings, found.settings.device, dict[str, Callable[[], Any]]()
     rows, sizes = dict[str, Measurement](), dict[str, Workload]()
     for workload in workloads:
         for made in implementations:
@@ -239,7 +236,7 @@ def _measure(
             try:
                 row.reason = _does_not_fit(made, workload, settings, seconds_per_logit)
                 if row.reason is None:
-                    step = _step(made, workload, settings)
+                    step = made.step(workload, settings.dtype, device, settings.scale)
                     row.peak_bytes = memory.peak_extra(step, made.library, device) if settings.memory else None
                     rows[label], sizes[label], steps[label] = row, workload, step
             except Exception as error:  # memory may run out, and a third-party backend may raise anything
@@ -268,7 +265,6 @@ def _measure(
         for label, taken, rate in samples:
             rows[label].seconds.append(taken)
             rows[label].matmul.append(rate)
-            found.order.append(label)
         if done >= settings.repeat and all(rows[label].spread < STEADY for label in steps):
             break
     for label, size in sizes.items():
@@ -287,7 +283,7 @@ def _does_not_fit(
     key = made.name, workload.variant, workload.width
     if key not in seconds_per_logit:
         small = replace(workload, batch=min(workload.batch, PROBE_ROWS))
-        step = _step(made, small, settings)
+        step = made.step(small, settings.dtype, settings.device, settings.scale)
         seconds(step, settings.device)
         seconds_per_logit[key] = seconds(step, settings.device) / small.batch**2
     runs = settings.repeat + (settings.repeat > 1) + settings.memory
@@ -298,10 +294,6 @@ def _does_not_fit(
             "raise --budget or lower --repeat"
         )
     return None
-
-
-def _step(made: Implementation, workload: Workload, settings: SweepSettings) -> Step:
-    return made.step(arguments(features(workload), made.library, settings.dtype, settings.device, settings.scale))
 
 
 def in_turns(

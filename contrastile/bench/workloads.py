@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from contrastile.verify.losses.arguments import Arguments
 
 VARIANTS = ("aligned", "ragged", "ids")
 
@@ -46,56 +46,23 @@ class Workload:
         return 8 * b * b * d
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """A workload's arguments: image and text (b, d) of unit length, ids (b,) int64 or None, and the scale."""
+def features(workload: Workload, scale: float) -> Arguments:
+    """The workload's arguments: unit pairs in float32, equal on every call, and for all variants of one shape.
 
-    image: Any
-    text: Any
-    ids: Any
-    scale: Any = None
-
-
-def features(workload: Workload) -> Arguments:
-    """The workload's features in NumPy's float32: equal on every call, and for all variants of one shape."""
+    Args:
+        workload: the size and variant.
+        scale: multiplies the dot products.
+    """
     b, d = workload.shape
     random = np.random.default_rng([b, d])
-    image, noise = (random.standard_normal((b, d), dtype=np.float32) for _ in range(2))
-    for x in (image, noise):
+    image, noise = pair = tuple[Any, ...](random.standard_normal((b, d), dtype=np.float32) for _ in range(2))
+    for x in pair:
         x /= np.linalg.norm(x, axis=1, keepdims=True)
     noise *= np.float32(np.sqrt(1 - COSINE**2))
     noise += np.float32(COSINE) * image
-    if workload.variant != "ids":
-        return Arguments(image, noise, None)
-    ids = np.arange(b, dtype=np.int64)
-    couples = random.permutation(b)[: 2 * int(b * SHARED / 2)].reshape(-1, 2)
-    ids[couples[:, 1]] = ids[couples[:, 0]]
-    return Arguments(image, noise, ids)
-
-
-def arguments(given: Arguments, library: str, dtype: str, device: str, scale: float) -> Arguments:
-    """The features in one library's arrays; torch tensors require gradients, and share NumPy's memory where they can.
-
-    Args:
-        given: the features.
-        library: "numpy", "torch" or "cupy".
-        dtype: of the features.
-        device: "cpu" or "cuda".
-        scale: multiplies the dot products.
-    """
-    if library == "cupy":
-        cupy: Any = importlib.import_module("cupy")
-        same = None if given.ids is None else cupy.asarray(given.ids)
-        return Arguments(cupy.asarray(given.image, dtype), cupy.asarray(given.text, dtype), same, scale)
-    if library == "numpy":
-        image, text = (x.astype(np.dtype(dtype), copy=False) for x in (given.image, given.text))
-        return Arguments(image, text, given.ids, scale)
-    import torch
-
-    def put(x: npt.NDArray[np.float32]) -> Any:
-        return torch.from_numpy(x).to(device, getattr(torch, dtype)).requires_grad_()
-
-    state = torch.float64 if dtype == "float64" else torch.float32
-    ids = None if given.ids is None else torch.from_numpy(given.ids).to(device)
-    factor = torch.tensor(scale, dtype=state, device=device, requires_grad=True)
-    return Arguments(put(given.image), put(given.text), ids, factor)
+    keywords = {}
+    if workload.variant == "ids":
+        keywords["ids"] = ids = np.arange(b, dtype=np.int64)
+        couples = random.permutation(b)[: 2 * int(b * SHARED / 2)].reshape(-1, 2)
+        ids[couples[:, 1]] = ids[couples[:, 0]]
+    return Arguments(pair, scale, keywords=keywords)

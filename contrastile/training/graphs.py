@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Outside:
-    """Something that the loss depends on beside the outputs, and its gradient."""
-
-    leaf: Tensor
-    gradient: Tensor
+Outside = tuple[Tensor, Tensor]
+"""A leaf that the loss depends on beside the outputs, and its gradient."""
 
 
 def outside_of(x: Tensor, gradient: Tensor | None) -> list[Outside]:
@@ -23,10 +17,10 @@ def outside_of(x: Tensor, gradient: Tensor | None) -> list[Outside]:
     if gradient is None:
         return []
     if x.is_leaf:
-        return [Outside(x, gradient)]
+        return [(x, gradient)]
     by = leaves(x)
     found = gradients_of(x, by, gradient)
-    return [Outside(leaf, part) for leaf, part in zip(by, found, strict=True) if part is not None]
+    return [(leaf, part) for leaf, part in zip(by, found, strict=True) if part is not None]
 
 
 def gradients_of(of: Tensor, by: list[Tensor], upstream: Tensor | None = None) -> Sequence[Tensor | None]:

@@ -213,7 +213,7 @@ class Replay:
         after = RandomState(self._devices)
         start = 0
         with self._reduction.quiet():
-            ran = send([_term(x.leaf, x.gradient) for x in outside])
+            ran = send([_term(*x) for x in outside])
         try:
             for i, tower in enumerate(self._towers):
                 mine = slice(start, start + len(tower.rows[0]))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from contrastile.backends.contract import Accuracy
 from contrastile.backends.replay import SETTING
 from contrastile.bench import agreement, memory, peers, plain
 
@@ -31,22 +32,18 @@ def test_every_implementation_agrees(name: str, dtype: str) -> None:
 def test_a_wrong_loss_or_gradient_does_not_agree(which: int, change: Callable[[Any], Any]) -> None:
     sound = peers.plain()
 
-    def step(given: Any) -> Any:
-        def both() -> Any:
-            loss, gradients = sound.step(given)()
-            values = [loss, *gradients]
-            values[which] = change(values[which])
-            return values[0], tuple(values[1:])
+    def target(*given: Any, **more: Any) -> Any:
+        values = [*sound.target(*given, **more)]
+        values[which] = change(values[which])
+        return values
 
-        return both
-
-    found = agreement.check(replace(sound, step=step), "float32", "cpu", 10.0, rows=67)
+    found = agreement.check(replace(sound, target=target), "float32", "cpu", 10.0, rows=67)
     assert found.ratio is not None
     assert not found.agrees
 
 
 def test_a_plain_loss_that_ignores_ids_does_not_agree() -> None:
-    without_ids = replace(peers.plain(), step=peers.with_autograd(lambda i, t, s, ids: plain.clip(i, t, s)))
+    without_ids = replace(peers.plain(), target=peers.with_autograd(lambda i, t, s, ids: plain.clip(i, t, s)))
     found = agreement.check(without_ids, "float32", "cpu", 10.0, rows=67)
     assert not found.agrees
     assert "ids" in found.reason
@@ -60,9 +57,7 @@ def test_a_refusal_is_not_an_agreement() -> None:
 
 
 def test_an_infinite_bound_proves_nothing() -> None:
-    vague = replace(
-        peers.plain(), accuracy=lambda dtype, device: replace(peers.plain().accuracy(dtype, device), unit=0.5)
-    )
+    vague = replace(peers.plain(), accuracy=lambda dtype, device: Accuracy(unit=0.5, accumulate_unit=0.5))
     found = agreement.check(vague, "float32", "cpu", 10.0, rows=67)
     assert found.ratio is None
     assert "no finite bound" in found.reason

@@ -74,14 +74,6 @@ def apart(inputs: Any, **settings: Any) -> nn.Module:
     return stepped(model, towers(model), inputs, times=2, scale=scale_of(model))
 
 
-def through_loss(inputs: Any) -> nn.Module:
-    """A surrogate that is scaled, and whose backward calls the second pass."""
-    model = ddp(Dispatching())
-    wrapped = training.Cached(clip, towers(model), CHUNK)
-    (2.0**16 * wrapped(*inputs, scale=scale_of(model))).backward()
-    return divided(model, 2.0**16)
-
-
 def by_hand_apart(inputs: Any) -> nn.Module:
     """The two passes, with a scale that learns in the caller's own backward, before DDP listens."""
     model = ddp(Dispatching())
@@ -134,7 +126,6 @@ TRAINERS: dict[str, Callable[[Any], nn.Module]] = {
     # one module for both towers, whose forward gives the scale too
     "together": lambda x: stepped(model := ddp(Towers()), model, x),
     "apart": apart,
-    "through loss": through_loss,
     "by hand, apart": by_hand_apart,
     "one each": lambda x: stepped(model := Towers(), (ddp(model.image), ddp(model.text)), x, scale=scale_of(model)),
     "later": later,
