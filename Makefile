@@ -97,7 +97,7 @@ kept-gpu/%: kernels-gpu
 
 # both paths of a kernel, every kind of positives, several column blocks, the sigmoid loss
 sanitizer-gpu/%: kernels-gpu
-	$(SANITIZE) $(UNPOOLED) --pyargs contrastile.verify --backend cupy --device cuda --dtype bfloat16 --property value gradients \
+	$(SANITIZE) $(UNPOOLED) -p pytest_contrastile --pyargs contrastile.verify --backend cupy --device cuda --dtype bfloat16 --property value gradients \
 	  --case ragged large-logits labels self-excluded blocks sigmoid-ids
 	$(SANITIZE) $(UNPOOLED) tests/gpu/test_cupy_gpu.py -k give_the_same_bits
 
