@@ -26,6 +26,7 @@ from contrastile.verify.draws import (
     normals,
     pairs,
     sigmoid_problem,
+    signs,
     softmax_problem,
     unit,
     units,
@@ -157,6 +158,11 @@ def _tiny_features(draw: Draw) -> Problem:
     # weights with which float16 holds the gradients
     weights = {name: x if name == "positives" else x / 256 for name, x in _signed(draw, 27, 35).items()}
     return softmax_problem(rows, columns, 2.0**28, **weights)
+
+
+def _repeated(draw: Draw, m: int, n: int, d: int) -> Pairs:
+    rows, columns = units(draw, 7, 7, d)
+    return np.resize(rows, (m, d)), np.resize(columns, (n, d))
 
 
 def _zero_rows(draw: Draw) -> Problem:
@@ -321,6 +327,8 @@ CASES: dict[str, Callable[[Draw], Problem]] = {
     "long": _of(units, 128, 1153, 512, weights=_heavy),
     "long@sigmoid": _of(units, 128, 1153, 512, weights=_heavy, bias=-2.5),
     "tiny-features": _tiny_features,
+    "exact": _of(signs, 29, 37, 24, scale=0.5),
+    "duplicates": _of(_repeated, 25, 39, 40, scale=20.0),
     "one-row": _of(units, 1, 29, 24),
     "one-column": _of(units, 29, 1, 24),
     "zero-rows": _zero_rows,
@@ -385,6 +393,8 @@ ABOUT = {
     "long": "128 x 1153 x 512: row tiles are full, columns are many and no column tile divides them",
     "long@sigmoid": "the sigmoid loss of 128 x 1153 x 512",
     "tiny-features": "features below float16's normal range at scale 2^28: nothing is flushed, and no scale clamped",
+    "exact": "entries in {-1, 0, 1}: every product is exact in every dtype",
+    "duplicates": "repeated rows and columns: ties for the maximum, equal shares of the gradient",
     "one-row": "one row: every column's log-sum-exp is a logit, and its G is 0 where it is positive",
     "one-column": "one column: every row's log-sum-exp is a logit, and its G is 0",
     "zero-rows": "no rows: loss 0, every column log-sum-exp -inf, gradients 0",
