@@ -50,7 +50,7 @@ SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sa
 TOOLS = ("racecheck", "memcheck", "initcheck", "synccheck")
 SMALL_CASES = ("ragged", "large-logits", "labels", "self-excluded", "blocks", "sigmoid-ids")
 """Both paths of a kernel, every kind of positives, several column blocks, the sigmoid loss."""
-KEPT_MIB, KEPT_CASES = (1, 16), ("wide", "hot", "certain", "wordnet@100")
+KEPT_MIB, KEPT_CASES = (1, 16), ("wide", "hot", "certain", "wordnet@14.3", "wordnet@100")
 """What may be kept between the passes: all of small problems, and of larger ones all or a part of the rows."""
 
 PART = 2000
