@@ -18,7 +18,7 @@ from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.oracle.arrays import float64
 from contrastile.schedules.problem import Problem
 from contrastile.verify.draws import FAR, TRAINED, Draw, Pairs, certain_pairs, pairs, steps, unit, units, wordnet_pairs
-from contrastile.verify.losses.arguments import OWN_NEGATIVES, Arguments, ByContent, guided, hard, stated, with_own
+from contrastile.verify.losses.arguments import OWN_NEGATIVES, Arguments, guided, hard, stated, with_own
 from contrastile.verify.losses.claims import KEYWORDS, Claims
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Truth, truth
@@ -351,7 +351,7 @@ BATCHES = {
 
 
 @dataclass(frozen=True, eq=False)
-class LossCase(ByContent):
+class LossCase:
     """A case of an objective. Cases are equal where their truth and its bounds are, however a loss is called."""
 
     batch: Batch
@@ -365,6 +365,12 @@ class LossCase(ByContent):
         claims = self.claims
         stated = self.dtype, self.facts, self.state, claims.objective, claims.precision, claims.normalises
         return *stated, pickle.dumps(self.arguments)
+
+    def __hash__(self) -> int:
+        return hash(self.content)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LossCase) and self.content == other.content
 
     @property
     def state(self) -> str:

@@ -407,7 +407,7 @@ OF_TENSORS = (
 )
 """Of torch tensors alone."""
 
-OF_OTHERS = (replace(OF_TENSORS[0], properties=_CONVERTED),)
+OF_OTHERS = (replace(OF_TENSORS[0], properties=_CONVERTED, any_dtype=True),)
 """Of torch tensors, of a backend on other arrays: what is above the backend is held with torch's own."""
 
 _CHUNKS = (*_RETURNED, *_NO_COLUMNS)
