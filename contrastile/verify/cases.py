@@ -136,7 +136,8 @@ def _hot(draw: Draw) -> Problem:
 
 
 def _limits(draw: Draw, scale: float, guide: int | None = None) -> Problem:
-    made = softmax_problem(*units(draw, 33, 47, 40), scale, **_signed(draw, 33, 47))
+    weights = _signed(draw, 33, 47)
+    made = softmax_problem(*units(draw, 33, 47, 40), scale, **weights)
     # exact in every dtype
     return with_limits(made if guide is None else with_guide(made, draw, "bfloat16", guide))
 
