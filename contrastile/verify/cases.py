@@ -92,12 +92,6 @@ def _nowhere(draw: Draw, m: int, n: int) -> dict[str, Any]:
     return {"positives": np.full(m, -1)}
 
 
-def _heavy(draw: Draw, m: int, n: int) -> dict[str, Any]:
-    weights = _signed(draw, m, n)
-    weights["row_weight"][256:1024] *= 64.0
-    return weights
-
-
 def _tiny(draw: Draw, m: int, n: int) -> dict[str, Any]:
     weights = _signed(draw, m, n)
     weights["row_weight"] *= 10.0 ** np.linspace(-7, -12, m)
@@ -141,14 +135,8 @@ def _hot(draw: Draw) -> Problem:
     return softmax_problem(*pairs(draw, 41, 72, *TRAINED), 100.0, **weights)
 
 
-def _limits(
-    draw: Draw, scale: float, *, ids: bool = False, two_sided: bool = True, guide: int | None = None
-) -> Problem:
+def _limits(draw: Draw, scale: float, guide: int | None = None) -> Problem:
     weights = _signed(draw, 33, 47)
-    if not two_sided:
-        del weights["column_weight"]
-    if ids:
-        weights["ids"] = draw.integers(0, 12, 33), draw.integers(0, 12, 47)
     made = softmax_problem(*units(draw, 33, 47, 40), scale, **weights)
     # exact in every dtype
     return with_limits(made if guide is None else with_guide(made, draw, "bfloat16", guide))
@@ -167,10 +155,9 @@ def _tiny_features(draw: Draw) -> Problem:
     return softmax_problem(rows, columns, 2.0**28, **weights)
 
 
-def _duplicates(draw: Draw) -> Problem:
-    rows, columns = (unit(draw.standard_normal((7, 40))) for _ in range(2))
-    weights: dict[str, Any] = _signed(draw, 25, 39)
-    return softmax_problem(np.resize(rows, (25, 40)), np.resize(columns, (39, 40)), 20.0, **weights)
+def _repeated(draw: Draw, m: int, n: int, d: int) -> Pairs:
+    rows, columns = units(draw, 7, 7, d)
+    return np.resize(rows, (m, d)), np.resize(columns, (n, d))
 
 
 def _zero_rows(draw: Draw) -> Problem:
@@ -183,13 +170,6 @@ def _zero_rows(draw: Draw) -> Problem:
 def _ids_drop(draw: Draw) -> Problem:
     ids = draw.integers(0, 11, 37)
     return softmax_problem(*pairs(draw, 37, 40), 20.0, ids=(ids, ids), **_halves(draw, 37, 37))
-
-
-def _ids_drop_rows(draw: Draw) -> Problem:
-    rows, columns = units(draw, 150, 300, 100)
-    ids = draw.integers(0, 60, 150), draw.integers(0, 60, 300)
-    positives, weight = draw.integers(0, 300, 150), draw.standard_normal(150)
-    return softmax_problem(rows, columns, 20.0, ids=ids, positives=positives, row_weight=weight)
 
 
 def _ids_far(draw: Draw, match: Match) -> Problem:
@@ -222,9 +202,9 @@ def _labels(draw: Draw) -> Problem:
     return _sup_con(features, labels, 10.0, row_weight=_anchors(labels))
 
 
-def _sorted_labels(draw: Draw, width: int = 24) -> Problem:
+def _sorted_labels(draw: Draw) -> Problem:
     labels = np.repeat(np.arange(6), [200, 60, 3, 1, 128, 18])
-    return _sup_con(unit(draw.standard_normal((410, width))), labels, 10.0, row_weight=_anchors(labels))
+    return _sup_con(unit(draw.standard_normal((410, 24))), labels, 10.0, row_weight=_anchors(labels))
 
 
 def _views(draw: Draw, norm: float) -> Problem:
@@ -233,16 +213,10 @@ def _views(draw: Draw, norm: float) -> Problem:
     return softmax_problem(views, views.copy(), 30.0, row_weight=weight, positives=np.roll(itself, 75), excluded=itself)
 
 
-def _blocks(draw: Draw, width: int = 40) -> Problem:
-    rows = unit(draw.standard_normal((23, width)))
-    columns = tuple(unit(draw.standard_normal((size, width))) if size else np.zeros((0, width)) for size in (31, 0, 9))
+def _blocks(draw: Draw) -> Problem:
+    rows = unit(draw.standard_normal((23, 40)))
+    columns = tuple(unit(draw.standard_normal((size, 40))) if size else np.zeros((0, 40)) for size in (31, 0, 9))
     return softmax_problem(rows, columns, 20.0, **_signed(draw, 23, 40))
-
-
-def _rectangular(draw: Draw) -> Problem:
-    rows, columns = pairs(draw, 19, 40)
-    queue = unit(draw.standard_normal((42, 40)))
-    return softmax_problem(rows, np.concatenate([columns, queue]), 20.0, positives=np.arange(19))
 
 
 def _signed_zero_weights(draw: Draw) -> Problem:
@@ -295,9 +269,9 @@ def _certain_labels(draw: Draw, width: int = 64, noise: float | None = None, sca
     return _sup_con(views, labels, scale)
 
 
-def _copies(draw: Draw, scale: float = 100.0) -> Problem:
+def _copies(draw: Draw) -> Problem:
     labels = draw.integers(0, 2, 71)
-    return _sup_con(unit(draw.standard_normal((2, 64)))[labels], labels, scale)
+    return _sup_con(unit(draw.standard_normal((2, 64)))[labels], labels, -100.0)
 
 
 def _certain_shared(draw: Draw) -> Problem:
@@ -334,73 +308,55 @@ CASES: dict[str, Callable[[Draw], Problem]] = {
     "hot": _hot,
     "limits": partial(_limits, scale=10.0),
     "limits-hot": partial(_limits, scale=200.0),
-    "limits-ids": partial(_limits, scale=10.0, ids=True),
-    "limits-rows": partial(_limits, scale=10.0, two_sided=False),
     "guide": partial(_limits, scale=10.0, guide=23),
     "guide-hot": partial(_limits, scale=200.0, guide=71),
-    "guide-ids": partial(_limits, scale=10.0, ids=True, guide=40),
-    "guide-rows": partial(_limits, scale=10.0, two_sided=False, guide=1),
     "all-negative": _of(units, 33, 47, 40, np.abs, -1.0, scale=200.0),
     "opposite": _of(units, 33, 47, 40, lambda x: 1.0 + x / 8, -1.0, scale=100.0),
     "staircase": partial(_staircase, sign=-1.0),
     "staircase@up": partial(_staircase, sign=1.0),
     "deep": _of(units, 17, 37, 1024, scale=100.0),
-    "deep@1000": _of(units, 17, 37, 1000, scale=100.0),
     "deep@1025": _of(units, 17, 37, 1025, scale=100.0),
     "wide": _of(units, 141, 203, 200),
     "aligned": _of(pairs, 128, 128),
-    "long@rows": _of(units, 1153, 128, 512, weights=_heavy),
-    "long": _of(units, 128, 1153, 512, weights=_heavy),
-    "long@sigmoid": _of(units, 128, 1153, 512, weights=_heavy, bias=-2.5),
+    "long": _of(units, 128, 1153, 512),
+    "long@sigmoid": _of(units, 128, 1153, 512, bias=-2.5),
     "tiny-features": _tiny_features,
     "exact": _of(signs, 29, 37, 24, scale=0.5),
-    "duplicates": _duplicates,
+    "duplicates": _of(_repeated, 25, 39, 40, scale=20.0),
     "one-row": _of(units, 1, 29, 24),
     "one-column": _of(units, 29, 1, 24),
     "zero-rows": _zero_rows,
     "ids-drop": _ids_drop,
-    "ids-drop@rows": _ids_drop_rows,
     "ids-target@far": partial(_ids_far, match="target"),
     "ids-drop@far": partial(_ids_far, match="drop"),
     "labels": _labels,
     "sorted-labels": _sorted_labels,
-    "sorted-labels@72": partial(_sorted_labels, width=72),
     "self-excluded": partial(_themselves, features=pairs, b=13, d=40, scale=14.3),
     "views": partial(_views, norm=1.0),
     "views@norm": partial(_views, norm=300.0),
     "blocks": _blocks,
-    "blocks@100": partial(_blocks, width=100),
-    "rectangular": _rectangular,
     "long-sums": _of(units, 5, 2000, 24, np.abs, scale=1.0, weights=_diagonal),
     "signed-zero-weights": _signed_zero_weights,
     "tiny-weights": _of(units, 19, 31, 23, weights=_tiny),
     "tiny-weights@sigmoid": _of(units, 19, 31, 23, weights=_tiny, bias=-2.5),
     "negative-scale": _of(pairs, 33, 41, *TRAINED, scale=-14.3),
-    "negative-scale@sigmoid": _of(pairs, 33, 41, *TRAINED, scale=-14.3, weights=_diagonal, bias=2.5),
     "wide-scale": _of(normals, 19, 31, 24, scale=0.0),
-    "wide-scale@tiny": _of(normals, 19, 31, 24, scale=2.0**-40),
     "sigmoid": _of(pairs, 33, 40, scale=10.0, weights=_diagonal, bias=-10.0),
     "sigmoid-negatives": _of(units, 21, 33, 40, scale=10.0, weights=_nowhere, bias=-20.0),
     "sigmoid-ids": _sigmoid_ids,
     "sigmoid-labels": _sigmoid_labels,
     "sigmoid-ids@far": _sigmoid_ids_far,
     "certain": _of(certain_pairs, 43, 64, scale=100.0, weights=_halves),
-    "certain@30": _of(certain_pairs, 43, 64, scale=30.0, weights=_halves),
-    "certain@300": _of(certain_pairs, 43, 64, scale=300.0, weights=_halves),
     "certain@wrong": _of(certain_pairs, 43, 64, 1, scale=100.0, weights=_halves),
     "certain-labels": _certain_labels,
     "certain-labels@100": partial(_certain_labels, width=100, scale=16.0),
     "certain-labels@alike": partial(_certain_labels, noise=0.01),
-    "copies": _copies,
-    "copies@opposite": partial(_copies, scale=-100.0),
+    "copies@opposite": _copies,
     "certain-views": partial(_themselves, features=certain_pairs, b=17, d=64, scale=100.0),
     "certain-shared": _certain_shared,
     "one-direction": _of(units, 37, 37, 40, lambda x: 1.0 + x / 16, scale=100.0, weights=_halves),
-    "norm-3": _of(units, 37, 37, 64, norm=3.0, scale=100.0, weights=_halves),
     "norm-30": _of(units, 37, 37, 64, norm=30.0, scale=100.0, weights=_halves),
-    "norm-300": _of(units, 37, 37, 64, norm=300.0, scale=100.0, weights=_halves),
     "norm-3000": _of(units, 37, 37, 64, norm=3000.0, scale=100.0, weights=_halves),
-    "sigmoid-certain": _of(certain_pairs, 31, 64, scale=100.0, weights=_diagonal, bias=-60.0),
     "large-logits": _of(pairs, 37, 40, 0.3, 2.0, scale=300.0, weights=_halves),
     "wordnet@14.3": partial(_wordnet, scale=14.3),
     "wordnet@100": partial(_wordnet, scale=100.0),
@@ -416,22 +372,16 @@ ABOUT = {
     "hot": "pairs of a trained model at scale 100: the probability of the positive is near 1 and G cancels",
     "limits": "negatives beyond the limits of their rows, and others beyond those of their columns, are left out",
     "limits-hot": "what is left out is far above all that counts: its exponential overflows",
-    "limits-ids": "limits beside false negatives",
-    "limits-rows": "limits of the rows of a loss of one direction",
     "guide": "limits of a guide's dot products, which say nothing of the logits; its width fits no tile",
     "guide-hot": "what the guide leaves out may be far above all that counts; it is wider than the features",
-    "guide-ids": "a guide beside false negatives",
-    "guide-rows": "a guide of one feature, of a loss of one direction",
     "all-negative": "every logit far below 0 at scale 200: zero padding or a start at 0 would win the maximum",
     "opposite": "every logit near -100, as far below 0 as norms allow: with a reference from norms all terms underflow",
     "staircase": "logits fall along the columns: every later tile is far below the running maximum",
     "staircase@up": "logits rise along the columns: every tile moves the running maximum",
     "deep": "the longest dot products: width 1024",
-    "deep@1000": "a width that is not a power of two: 1000",
     "deep@1025": "a width beyond 1024, and odd",
     "wide": "141 x 203 x 200: several tiles on both sides, and a width beyond 128",
     "aligned": "128 x 128 x 128: tiles of any power of two up to 128 are full",
-    "long@rows": "1153 x 128 x 512: a column has positives a thousand rows apart; heavy rows far down",
     "long": "128 x 1153 x 512: row tiles are full, columns are many and no column tile divides them",
     "long@sigmoid": "the sigmoid loss of 128 x 1153 x 512",
     "tiny-features": "features below float16's normal range at scale 2^28: nothing is flushed, and no scale clamped",
@@ -441,48 +391,36 @@ ABOUT = {
     "one-column": "one column: every row's log-sum-exp is a logit, and its G is 0",
     "zero-rows": "no rows: loss 0, every column log-sum-exp -inf, gradients 0",
     "ids-drop": "shared ids: false negatives are dropped from the log-sum-exps, the positive stays",
-    "ids-drop@rows": "150 x 300 x 100 of one direction: shared ids are dropped in several tiles",
     "ids-target@far": "labels beyond 32 bits or below 0; exclusions of no column",
     "ids-drop@far": "shared ids beyond 32 bits or below 0; positives and exclusions of no column",
     "labels": "SupCon: every other row of the label is positive, some rows have none",
     "sorted-labels": "SupCon in the order of the labels: tiles of one label, of some in common, of none",
-    "sorted-labels@72": "the same of width 72",
     "self-excluded": "NT-Xent: each row excludes itself, and its positive is the other view",
     "views": "NT-Xent of 75 samples, signed weights: several tiles on either side of the diagonal",
     "views@norm": "the same of norm 300: x_ij must be x_ji, though either is rounded by a tenth",
     "blocks": "three column blocks under one log-sum-exp, one of them empty; positives in both others",
-    "blocks@100": "the same of width 100",
-    "rectangular": "more columns than rows, one direction: hard negatives or a queue",
     "long-sums": "2,000 columns of nearly the same probability, features of one sign: sums of many like terms",
     "signed-zero-weights": "weight 0 removes rows that admit nothing; other weights are negative",
     "tiny-weights": "weights of 1e-7 to 1e-12, as a large batch has: no threshold may treat them as 0",
     "tiny-weights@sigmoid": "the sigmoid loss with weights of 1e-7 to 1e-12, as a large batch has",
     "negative-scale": "scale -14.3 and an odd width: a maximum taken before scaling is a minimum after it",
-    "negative-scale@sigmoid": "the sigmoid loss at scale -14.3",
     "wide-scale": "scale 0: dscale must not be computed by a division by the scale",
-    "wide-scale@tiny": "scale 2^-40: dQ and dK are tiny, dscale is not",
     "sigmoid": "SigLIP at initialisation: scale 10, bias -10",
     "sigmoid-negatives": "no positive and bias -20: log(1 + exp x) is 0 in float32, log1p(exp x) is not",
     "sigmoid-ids": "SigLIP with false negatives dropped, signed weights, two column blocks and large logits",
     "sigmoid-labels": "the sigmoid loss of labels: equal ids are positive, several to a row",
     "sigmoid-ids@far": "SigLIP with false negatives of far ids, and excluded positives",
     "certain": "every pair is certain, scale 100: loss and gradient are as small as 1 - p",
-    "certain@30": "every pair is certain, scale 30",
-    "certain@300": "every pair is certain, scale 300",
     "certain@wrong": "every row is certain of a column that is not its own, at scale 100",
     "certain-labels": "SupCon of pairs and of larger classes, all certain, at scale 100",
     "certain-labels@100": "the same of width 100 at scale 16: hardly certain",
     "certain-labels@alike": "the same, and samples that are nearly alike: positives share the row",
-    "copies": "SupCon of two classes of copies: the loss is the logarithm of their number",
-    "copies@opposite": "the same at scale -100: several positives, all far below the negatives",
+    "copies@opposite": "SupCon of two classes of copies at scale -100: positives are far below the negatives",
     "certain-views": "NT-Xent of certain pairs of views at scale 100",
     "certain-shared": "certain pairs in two column blocks, where several rows have one positive column",
     "one-direction": "all features share a direction: large logits, small differences",
-    "norm-3": "features of norm 3 at scale 100",
     "norm-30": "features of norm 30 at scale 100",
-    "norm-300": "features of norm 300 at scale 100",
     "norm-3000": "features of norm 3,000: logits up to 10^8, each row has one column",
-    "sigmoid-certain": "SigLIP of certain pairs at scale 100: every term is tiny",
     "large-logits": "logits beyond 88: an exponential without a shift overflows float32",
     "wordnet@14.3": "real sentence embeddings, shared glosses dropped, at CLIP's initial scale",
     "wordnet@100": "real sentence embeddings, shared glosses dropped, at CLIP's final scale",

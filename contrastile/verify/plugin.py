@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -176,41 +176,11 @@ def _printed(config: pytest.Config) -> str:
     return " ".join(capture.read_global_capture().out.split())[:80]
 
 
-class Skip(NamedTuple):
-    """A line of the author's file of skips: a pattern of tests' names, as of the shell, the reason, file and line."""
-
-    pattern: str
-    reason: str
-    place: str
-
-
-def read_skips(path: Path) -> list[Skip]:
-    """The lines ``PATTERN: REASON`` of a file; empty lines and those that start with # are left out.
-
-    Raises:
-        UsageError: there is no such file, or a line has no reason.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise pytest.UsageError(f"contrastile_skips: cannot read {path}: {error.strerror}") from error
-    skips = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        pattern, colon, reason = line.partition(": ")
-        if not (colon and reason.strip()):
-            raise pytest.UsageError(f"{path}:{number}: must be PATTERN: REASON, got {line!r}")
-        skips.append(Skip(pattern.strip(), reason.strip(), f"{path}:{number}"))
-    return skips
-
-
 class LossFile(pytest.File):
     """A conftest.py that names losses.
 
     ``contrastile_losses`` is a loss, a list of them, or a mapping of names to them: see ``Loss.of``.
-    ``contrastile_skips``, if there is one, is the path of a file of skips, relative to the conftest.py: see
-    ``read_skips``.
+    ``contrastile_skips``, if there is one, says why tests are skipped, by patterns of their names as of the shell.
     """
 
     def __init__(self, *, module: Any, **kwargs: Any) -> None:
@@ -220,19 +190,18 @@ class LossFile(pytest.File):
     def collect(self) -> Iterator[pytest.Item]:
         """One test for each case and property, and one that is skipped for what is not claimed."""
         given = self.module.contrastile_losses
-        path = getattr(self.module, "contrastile_skips", None)
-        skips = [] if path is None else read_skips(self.path.parent / path)
+        skips: Mapping[str, str] = getattr(self.module, "contrastile_skips", {})
         losses = [given] if isinstance(given, str) or callable(given) else given
-        used: set[Skip] = set()
+        used: set[str] = set()
         named = losses.items() if isinstance(losses, Mapping) else ((None, loss) for loss in losses)
         for name, target in named:
             loss = Loss.of(target)
             short = name or loss.name.rpartition(":")[2]
             for check in LossSelection([loss]):
                 test = check.name().replace(loss.name, short, 1)
-                matching = [skip for skip in skips if fnmatchcase(test, skip.pattern)]
+                matching = [pattern for pattern in skips if fnmatchcase(test, pattern)]
                 used.update(matching)
-                yield CheckItem.from_parent(self, name=test, check=check, skip=matching[0].reason if matching else "")
-        unused = [f"{skip.place}: {skip.pattern}" for skip in skips if skip not in used]
+                yield CheckItem.from_parent(self, name=test, check=check, skip=skips[matching[0]] if matching else "")
+        unused = [pattern for pattern in skips if pattern not in used]
         if unused:
             raise self.CollectError("no test has a name that matches " + ", ".join(unused))

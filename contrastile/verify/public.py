@@ -56,6 +56,9 @@ def _elsewhere(name: str, each: Interface, subject: Subject) -> bool:
     if each.plain and (option or name in ("nan", "one-pair")):
         # it has an arithmetic of its own, and sees no options
         return True
+    if each.block is not None and BATCHES[name].keyword and (each.any_dtype or not whole):
+        # blocks of arguments are cut alike for each way to ask, and in each dtype
+        return True
     # in blocks these rows would be thousands of blocks
     if rows > _FEW and (not whole or each.any_dtype or (each.block is not None and rows > _MANY)):
         return True
@@ -78,7 +81,7 @@ def alone(objective: str, subject: Subject, case: str) -> Comparisons:
         for name in (CALLS, *_CASES):
             if name != CALLS and (_elsewhere(name, each, subject) or not concerns(name, "value", None, objective)):
                 continue
-            if not asked(case, f"{loss.name}, {name}"):
+            if not asked(case, f"{loss.name}, {name}") or (each.apart and ":" not in case):
                 continue
             try:
                 here = trial(name)

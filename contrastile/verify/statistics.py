@@ -30,7 +30,7 @@ from contrastile.verify.trial import Property, SkipError, Subject, Trial
 from contrastile.verify.truth import Outcome, truth
 from contrastile.verify.worlds import judged
 
-_IN_BLOCKS = "limits-ids", "labels"
+_IN_BLOCKS = "limits", "ids-drop", "labels"
 """Columns of their own, and rows against themselves: they are cut in their own ways."""
 
 _OF_RANKS = ("ragged", "square-ragged", "ids-drop", "ids-target@far", "labels", "limits", "guide")

@@ -30,18 +30,6 @@ SELF = ("nt_xent", "sup_con")
 """The objectives whose features are rows and columns at once."""
 
 
-class ByContent:
-    """What is equal where its ``content`` is."""
-
-    content: Any
-
-    def __hash__(self) -> int:
-        return hash(self.content)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ByContent) and bool(self.content == other.content)
-
-
 @dataclass(frozen=True, slots=True)
 class Arguments:
     """What a loss is called with, as NumPy arrays in float64.

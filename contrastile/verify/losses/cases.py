@@ -18,7 +18,7 @@ from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.oracle.arrays import float64
 from contrastile.schedules.problem import Problem
 from contrastile.verify.draws import FAR, TRAINED, Draw, Pairs, certain_pairs, pairs, steps, unit, units, wordnet_pairs
-from contrastile.verify.losses.arguments import OWN_NEGATIVES, Arguments, ByContent, guided, hard, stated, with_own
+from contrastile.verify.losses.arguments import OWN_NEGATIVES, Arguments, guided, hard, stated, with_own
 from contrastile.verify.losses.claims import KEYWORDS, Claims
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Truth, truth
@@ -315,7 +315,6 @@ BATCHES = {
         Batch("norm-30", "features of norm 30 at scale 100", 37, 64, 100.0, _unpaired, norm=30.0),
         Batch("scale-0", "scale 0: its gradient must not come from a division by the scale", 31, 24, 0.0),
         Batch("negative-scale", "scale -14.25: a maximum taken before scaling is a minimum after it", 33, 41, -14.25),
-        Batch("huge-logits", "logits of thousands: nothing may clamp them", 37, 40, 20000.0, _unpaired),
         Batch("ids", "shared ids: false negatives are left out, positives stay", 37, 40, 20.0, pairs, 1.0, "ids", _few),
         Batch("ids@far", "shared ids beyond 32 bits or below 0", 37, 40, 20.0, pairs, 1.0, "ids", _far),
         Batch(
@@ -351,7 +350,7 @@ BATCHES = {
 
 
 @dataclass(frozen=True, eq=False)
-class LossCase(ByContent):
+class LossCase:
     """A case of an objective. Cases are equal where their truth and its bounds are, however a loss is called."""
 
     batch: Batch
@@ -365,6 +364,12 @@ class LossCase(ByContent):
         claims = self.claims
         stated = self.dtype, self.facts, self.state, claims.objective, claims.precision, claims.normalises
         return *stated, pickle.dumps(self.arguments)
+
+    def __hash__(self) -> int:
+        return hash(self.content)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LossCase) and self.content == other.content
 
     @property
     def state(self) -> str:

@@ -45,6 +45,7 @@ class Interface:
         block: see ``Loss.block``.
         plain: whether its own arithmetic allows no more than the bounds of a plain computation.
         any_dtype: whether it passes any dtype on: it is called in float32 alone.
+        apart: whether it is called only where a case names it, since its package takes seconds to import.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Interface:
     block: int | None = None
     plain: bool = False
     any_dtype: bool = False
+    apart: bool = False
 
 
 def function(loss: Target, settings: dict[str, Any]) -> Target:
@@ -369,7 +371,7 @@ def distance(loss: Target, settings: dict[str, Any], *, learns: bool = False) ->
     return target
 
 
-_STEP = ("value", "upstream", "leaves", "interleaved", "threads", "settings")
+_STEP = ("value", "upstream", "leaves", "interleaved", "settings")
 _VALUE = (("feature_gradients", False), ("scale_gradient", False))
 _RETURNED = (("returns_gradients", True),)
 _NO_COLUMNS = (("negatives", False), ("positives", False))
@@ -383,7 +385,7 @@ _of_any_dtype = partial(_own, any_dtype=True)
 
 OF_ARRAYS = (
     Interface("value_and_grad", both, ("autocast", *_ARRAYS), _RETURNED),
-    Interface("the function", function, (), _VALUE),
+    Interface("the function", function, (), _VALUE, any_dtype=True),
 )
 """Of arrays of any library."""
 
@@ -405,7 +407,7 @@ OF_TENSORS = (
 )
 """Of torch tensors alone."""
 
-OF_OTHERS = (replace(OF_TENSORS[0], properties=_CONVERTED),)
+OF_OTHERS = (replace(OF_TENSORS[0], properties=_CONVERTED, any_dtype=True),)
 """Of torch tensors, of a backend on other arrays: what is above the backend is held with torch's own."""
 
 _CHUNKS = (*_RETURNED, *_NO_COLUMNS)
@@ -415,7 +417,7 @@ OF_TRAINING = (
     _of_any_dtype("stream", partial(stepped, partial(cached, _streamed)), (), _CHUNKS),
     _of_any_dtype("embed", partial(stepped, partial(cached, _embedded)), (), _CHUNKS),
     _own("Cached", partial(cached, _cached), _STEP, (("retains", False), *_NO_COLUMNS)),
-    _own("deep_distance", distance, (*_STEP, "numbers"), (("positives", False), *_BARE), _ONE),
+    _own("deep_distance", distance, (*_STEP, "numbers", "threads"), (("positives", False), *_BARE), _ONE),
     _own("deep_distance that learns", partial(stepped, partial(distance, learns=True)), (), (*_CHUNKS, *_BARE), _ONE),
 )
 """Of ``contrastile.training``."""
@@ -426,10 +428,12 @@ OF_INTEGRATIONS = (
     _of_any_dtype(
         "MultipleNegativesRankingLoss",
         *(ranking, (), (*_FIXED, ("positives", False)), ("clip_loss", *_ONE)),
+        apart=True,
     ),
     _of_any_dtype(
         "CachedMultipleNegativesRankingLoss",
         *(partial(stepped, cached_ranking), (), (*_FIXED, *_CHUNKS), _ONE),
+        apart=True,
     ),
 )
 """Of ``contrastile.integrations``."""
@@ -465,7 +469,9 @@ def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Lo
             # some have a property in two of their groups
             held, once = dict.fromkeys((*each.properties, *(once if costly else ()))), () if costly else once
             name = each.name if of == library else f"{each.name} of {_ARRAYS_OF[of]}"
-            names = tuple(x for x in held if whole or x in _EVERY_DTYPE)
+            # chunks and blocks are arrays of their own in every dtype
+            every = _EVERY_DTYPE[: 2 if each.plain or each.block else None]
+            names = tuple(x for x in held if whole or x in every)
             yield each, of_interface(each, objective, subject, of, name), names
 
 

@@ -6,10 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from contrastile.verify.plugin import read_skips
-
 PACKAGE = Path(__file__).parents[3]
 KERNELS = """
 import numpy as np
@@ -71,31 +67,16 @@ def test_one_loss_needs_no_list(tmp_path):
 
 
 def test_what_is_known_and_not_claimed_is_skipped_with_its_reason(tmp_path):
-    skips = "# known\n\ndefect/ragged/*: an odd pair is left out\n"
-    conftest = CONFTEST + "contrastile_skips = 'skips.txt'\n"
-    out = run(tmp_path, "-k", "ragged or float16", conftest=conftest, **{"skips.txt": skips})
+    conftest = CONFTEST + "contrastile_skips = {'defect/ragged/*': 'an odd pair is left out'}\n"
+    out = run(tmp_path, "-k", "ragged or float16", conftest=conftest)
     assert "an odd pair is left out" in out
     assert "not claimed: float16 features" in out
 
 
 def test_a_skip_that_matches_nothing_is_an_error(tmp_path):
-    conftest = CONFTEST + "contrastile_skips = 'skips.txt'\n"
-    skips = "defect/raged/*: misspelt\n"
-    out = run(tmp_path, "--collect-only", code=2, conftest=conftest, **{"skips.txt": skips})
-    assert re.search(r"no test has a name that matches \S*skips.txt:1: defect/raged/\*", out)
-
-
-def test_a_line_of_skips_has_a_reason(tmp_path):
-    path = tmp_path / "skips.txt"
-    path.write_text("# known\n\na/*/b: because\n", encoding="utf-8")
-    (one,) = read_skips(path)
-    assert (one.pattern, one.reason, one.place) == ("a/*/b", "because", f"{path}:3")
-    for text in ("a/b\n", "a/b:\n", "a/b: \n"):
-        path.write_text(text, encoding="utf-8")
-        with pytest.raises(pytest.UsageError, match="must be PATTERN: REASON"):
-            read_skips(path)
-    with pytest.raises(pytest.UsageError, match="cannot read"):
-        read_skips(tmp_path / "absent.txt")
+    conftest = CONFTEST + "contrastile_skips = {'defect/raged/*': 'misspelt'}\n"
+    out = run(tmp_path, "--collect-only", code=2, conftest=conftest)
+    assert "no test has a name that matches defect/raged/*" in out
 
 
 ILL = """
