@@ -105,10 +105,10 @@ def bounds(results: Path) -> str:
 
 
 def hosts(results: Path) -> str:
-    """What ``contrastile plan`` says of several hosts, with the backend that is everywhere."""
+    """What ``contrastile plan`` says of GPUs of several hosts, eager and in a CUDA graph."""
     found = []
     for gpus, machine in ((64, Machine()), (64, Machine(host_ms=0.0)), (1024, Machine(host_ms=0.0))):
-        setup = capacity.Setup(4096 * gpus, 512, gpus, backend="torch", per_host=8, machine=machine)
+        setup = capacity.Setup(4096 * gpus, 512, gpus, per_host=8, machine=machine)
         table, *_ = capacity.of_exchanges(setup, capacity.capacity(setup).estimates)
         found.append(f"`--gpus {gpus} --host-ms {machine.host_ms:g}`:\n\n```text\n{table}\n```")
     return "\n\n".join(found)

@@ -103,9 +103,10 @@ def newest(found: Iterable[tuple[str, Data]], part: str) -> list[tuple[str, Data
 
 def gpu_section(stem: str, data: Data) -> str:
     """A record of ``peers``, and over ranks of ``steps``: the machine, our own, everybody."""
-    shown = scaling(data) if ranks(data) > 1 else f"![Time and peak memory against the batch](../results/{stem}.svg)"
-    e = data["environment"]
-    return "\n\n".join([f"### {machine(e)}", recorded(stem, e), shown, peers(data)])
+    several = ranks(data) > 1
+    told = recorded(stem, data["environment"])
+    shown = scaling(data) if several else f"![Time and peak memory against the batch](../results/{stem}.svg)"
+    return "\n\n".join([f"### {machine(data['environment'])}", told, shown, peers(data)])
 
 
 def cell(row: Row | None) -> str:
