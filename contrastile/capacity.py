@@ -419,12 +419,12 @@ def report(setup: Setup, found: Capacity) -> str:
     if best is not None:
         lines += ["", _table(f"{best.name}: {colored('fits', 'green')}", best.items)]
     if found.estimates:
-        lines += ["", *of_exchanges(setup, found.estimates)]
+        lines += ["", *_of_exchanges(setup, found.estimates)]
     said = "nothing fits: use more GPUs, a smaller batch or a smaller model" if best is None else f"take {best.name}"
     return "\n".join([*lines, "", said])
 
 
-def of_exchanges(setup: Setup, found: Sequence[Estimate]) -> list[str]:
+def _of_exchanges(setup: Setup, found: Sequence[Estimate]) -> list[str]:
     """What each exchange takes, and what that assumes."""
     assumed = "; ".join(f"{getattr(setup.machine, name):g} {what}" for name, what in _MACHINE.items())
     rows = [

@@ -26,10 +26,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 import page_tables as tables  # noqa: E402
 from page_tables import Data, Row, escaped, table  # noqa: E402
 
-from contrastile import capacity  # noqa: E402
 from contrastile.bench import report  # noqa: E402
 from contrastile.cli import COMMANDS  # noqa: E402
-from contrastile.schedules.timing import Machine  # noqa: E402
 from contrastile.verify import plots  # noqa: E402
 from contrastile.verify.growth import AXES  # noqa: E402
 
@@ -102,16 +100,6 @@ def bounds(results: Path) -> str:
         lines.append([row["backend"], row["dtype"], *(f"{ratio:.2g}" for ratio in worst)])
     head = ["backend", "dtype", *(f"error / {what}" for what in beside.values())]
     return f"{picture}\n\n{about}\n\n{table(head, lines, left=(0, 1))}"
-
-
-def hosts(results: Path) -> str:
-    """What ``contrastile plan`` says of GPUs of several hosts, eager and in a CUDA graph."""
-    found = []
-    for gpus, machine in ((64, Machine()), (64, Machine(host_ms=0.0)), (1024, Machine(host_ms=0.0))):
-        setup = capacity.Setup(4096 * gpus, 512, gpus, per_host=8, machine=machine)
-        table, *_ = capacity.of_exchanges(setup, capacity.capacity(setup).estimates)
-        found.append(f"`--gpus {gpus} --host-ms {machine.host_ms:g}`:\n\n```text\n{table}\n```")
-    return "\n\n".join(found)
 
 
 def options(results: Path, command: str) -> str:
@@ -220,12 +208,14 @@ def file(results: Path, name: str) -> str:
     return f'``` {{.python title="{name.removeprefix("examples/")}"}}\n{text}```'
 
 
+RECORD = "gpu_nvidia_h200_x4"
+"""The one that the model of time is compared with."""
 PARTS: dict[str, Callable[[Path], str]] = {
     "everyday calls": everyday,
     "everyday calls of the README": readme,
     "one GPU": partial(gpus, several=False),
     "several GPUs": partial(gpus, several=True),
-    "several hosts": hosts,
+    "several hosts": lambda results: tables.hosts(RECORD, read(results, RECORD)),
     "contrastile bench on a CPU": cpu,
     "growth": bounds,
     "conformance": conformance,

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from contrastile.schedules import timing
 from contrastile.verify import plots
 
 MIB, GIB = 2**20, 2**30
@@ -139,6 +140,52 @@ def scaling(data: Data) -> str:
                 ways = [cell(by.get(how)) for how in ("local", "ring", "gather")]
                 lines.append([what, str(d), str(n), *ways, percent(rate(best) / rate(alone))])
     return table(["pairs", "d", "ranks", "one process", "ring", "gather", "best efficiency, auto included"], lines)
+
+
+def model_errors(data: Data) -> dict[tuple[int, str, int, int], float]:
+    """How far the model of ``schedules.timing`` is off, by ranks, exchange, rows of each and width.
+
+    It is given the rate that a rank alone has with features of that width.
+    """
+    found = [*measured(data, "steps", what="both", graph=False), *measured(data, "peers", what="both", graph=False)]
+    took = {(x["n"], x["exchange"], x["b"], x["d"]): median(x) for x in found if x["name"] == "contrastile triton"}
+    rates: dict[int, list[float]] = {}
+    for (n, _, b, d), time in took.items():
+        if n == 1:
+            rates.setdefault(d, []).append(8e-9 * b * b * d / time)
+    errors = {}
+    for (n, exchange, b, d), time in took.items():
+        if n > 1 and exchange in ("ring", "gather"):
+            fast = timing.Machine(tflops=statistics.median(rates[d]))
+            said = timing.seconds(exchange, timing.Ranks(1, n, b // n, d, 2), fast)
+            errors[n, exchange, b // n, d] = abs(1e3 * said / time - 1)
+    return errors
+
+
+def hosts(stem: str, data: Data) -> str:
+    """What the model says of GPUs of many hosts, and how far it is off where there are records."""
+    errors = model_errors(data)
+    large = [error for (*_, rows, _), error in errors.items() if rows >= 32768]
+    lines = []
+    for gpus in (8, 64, 256, 1024):
+        ranks = timing.Ranks(gpus // 8, 8, 4096, 512, 2)
+        for exchange in ("ring", "two-level", "gather") if gpus > 8 else ("ring", "gather"):
+            cells = []
+            for each in (timing.Machine(host_ms=0.0), timing.Machine()):
+                share = timing.share(exchange, ranks, each)
+                cells += [f"{number(1e3 * timing.seconds(exchange, ranks, each))} ms", percent(share)]
+            rows = timing.hidden_from(exchange, ranks, timing.Machine(host_ms=0.0))
+            messages, *sizes = timing.traffic(exchange, ranks)
+            cells += ["never" if rows is None else number(rows, 1), number(messages, 1)]
+            lines.append([number(gpus, 1), exchange, *cells, *(f"{size / MIB:,.0f}" for size in sizes)])
+    head = ["GPUs", "exchange", "in a CUDA graph", "products", "eager", "products", "hides from, rows"]
+    head += ["messages", "MiB inside a host", "MiB to other hosts"]
+    said = (
+        f"On {len(errors)} points of [the record](../results/{stem}.json) of 2 and 4 GPUs the model is off by "
+        f"{percent(statistics.median(errors.values()))} at the median, {percent(max(large))} at most from 32,768 rows "
+        f"per rank on, and {percent(max(errors.values()))} below, where the host's time counts."
+    )
+    return f"{table(head, lines, left=(0, 1))}\n\n{said}"
 
 
 def peers(data: Data) -> str:

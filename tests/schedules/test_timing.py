@@ -121,17 +121,7 @@ def test_a_schedule_takes_the_time_and_sends_the_bytes_of_the_model(exchange: st
 
 
 def test_the_model_s_time_is_that_of_records_of_several_gpus() -> None:
-    data, how = json.loads(RECORD.read_text(encoding="utf-8")), {"graph": False, "name": "contrastile triton"}
-    rows = [row for part in ("steps", "peers") for row in page_tables.measured(data, part, **how)]
-    took = {(x["n"], x["exchange"], x["b"], x["d"]): page_tables.median(x) for x in rows}
-    errors = {}
-    for (n, exchange, b, d), time in took.items():
-        if n > 1 and exchange in ("ring", "gather"):
-            # the rate that a rank alone has with features of this width
-            alone = [8e-9 * each[2] ** 2 * d / ms for each, ms in took.items() if (each[0], each[3]) == (1, d)]
-            machine = Machine(tflops=statistics.median(alone))
-            said = timing.seconds(exchange, Ranks(1, n, b // n, d, 2), machine)
-            errors[n, exchange, b // n, d] = abs(1e3 * said / time - 1)
+    errors = page_tables.model_errors(json.loads(RECORD.read_text(encoding="utf-8")))
     assert len(errors) > 30
     # fewer rows are queued by the host, in a time of its own
     assert max(error for (*_, rows, _), error in errors.items() if rows >= 32768) < CLOSE
