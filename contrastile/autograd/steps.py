@@ -114,9 +114,10 @@ class Step(Captured):
             self._loss = launch(args, kwargs)
             if self._upstream is None:
                 self._upstream = torch.ones_like(self._loss)
+            upstream = self._upstream
             if wanted:
                 # grad_outputs would do it, and imports torch's symbolic shapes: seconds of a process's third step
-                self._loss.register_hook(lambda _: self._upstream)
+                self._loss.register_hook(lambda _: upstream)
             return [self._loss.detach()]
 
         def backward() -> list[Tensor]:

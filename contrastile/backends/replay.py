@@ -343,10 +343,9 @@ def _moved(x: Any, move: Callable[[Array], Array]) -> Any:
         return x
     if is_dataclass(x):
         return replace(x, **{each.name: _moved(getattr(x, each.name), move) for each in fields(x)})  # type: ignore[type-var]
-    if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return type(x)(*[_moved(each, move) for each in x])
-    if isinstance(x, (tuple, list)):
-        return type(x)(_moved(each, move) for each in x)
+    if isinstance(x, tuple):
+        moved = [_moved(each, move) for each in x]
+        return type(x)(*moved) if hasattr(x, "_fields") else tuple(moved)
     return move(x)
 
 

@@ -110,8 +110,6 @@ def opened(rank: int, size: int, tell: Callable[[str], Sequence[str]]) -> Board 
 def _lives(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+import contrastile
+from contrastile.autograd import steps
 from contrastile.backends import replay, settings
 from contrastile.backends.contract import Block, Finished, Options, Pairs, SideWeights, Weights
 from contrastile.backends.registry import load
@@ -181,3 +183,15 @@ def test_a_backend_of_other_arrays_becomes_one_of_torchs_over_the_same_memory() 
     backend.gradients(block, Weights(SideWeights(*found.rows[:2], ones, ones)), into, None, Options())
     probability = logits.softmax(1) - torch.eye(5)
     torch.testing.assert_close(into, 1 + probability @ columns)
+
+
+@pytest.mark.parametrize("upstream", [1.0, -2.5])
+def test_a_replayed_step_has_the_bits_of_a_launched_one(monkeypatch: pytest.MonkeyPatch, upstream: float) -> None:
+    monkeypatch.setattr(steps, "record", recorded)
+    held, given = ([*map(torch.Tensor.requires_grad_, drawn(seed, 5, 5)), torch.tensor(3.0)] for seed in (0, 1))
+    step = steps.Step((0, 0), None, steps.Call(held, {}, True), lambda args, _: contrastile.clip_loss(*args))
+    with torch.no_grad():
+        value, number = step.loss(given)
+        found = step.gradients(number, given, torch.tensor(upstream))
+    expected = contrastile.clip_loss(*given)
+    assert same([value, *found], [expected, *torch.autograd.grad(upstream * expected, given[:2]), None])
