@@ -183,7 +183,7 @@ def _choices() -> Iterator[Finding]:
 
 
 def _without_mpi() -> str:
-    """Why mpi4py has no MPI library, or "". Without one it breaks whoever asks for it, such as Lightning's Trainer."""
+    """Why mpi4py has no MPI library, or "". Without one it breaks what asks for it, such as Lightning's Trainer."""
     try:
         # looks for the library, and does not initialise MPI
         find_spec("mpi4py.MPI")
