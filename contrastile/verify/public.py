@@ -195,7 +195,7 @@ def over_ranks(objective: str, subject: Subject, case: str) -> Comparisons:
                 continue
             for at, exchange in enumerate(SCHEDULES):
                 ways = list(enumerate(_interfaces(subject, share)))
-                # edges are the exchange's, and arguments the problem's, whatever interface is asked: each is asked for some
+                # edges are the exchange's, and arguments the problem's: each interface is asked for some
                 every = (how, share.label) == ("uneven", CALLS)
                 for place, interface in ways if every else [ways[(turn + at) % len(ways)]]:
                     reduction = ("mean", "sum")[(turn + place) % 2]
