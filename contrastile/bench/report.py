@@ -22,8 +22,8 @@ def show(record: dict[str, Any]) -> None:
     threads = facts.get("threads") or facts["cores"]
     where = f"{facts['cpu']}, {threads} threads" if facts["device"] == "cpu" else facts["device"]
     print(f"{where}, torch {facts['torch']}" if facts["torch"] else f"{where}, numpy {facts['numpy']}")
-    about = f"{settings['dtype']}, scale {settings['scale']:g}, {settings['repeat']} rounds"
-    print(f"Symmetric loss, forward and backward; {about}")
+    rounds = f"{settings['repeat']} round{'s' * (settings['repeat'] > 1)}"
+    print(f"Symmetric loss, forward and backward; {settings['dtype']}, scale {settings['scale']:g}, {rounds}")
     width = max((len(row["implementation"]) for row in record["rows"]), default=0)
     size = None
     for row in record["rows"]:
