@@ -28,7 +28,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: verify test test-slow test-gpu verify-gpu kernels-gpu memcheck-gpu mutants-gpu measure-gpu test-versions lint types coverage pytest docs docs-version package errors clean
+.PHONY: verify test test-slow test-gpu verify-gpu kernels-gpu memcheck-gpu measure-gpu test-versions lint types coverage pytest docs docs-version package errors clean
 
 verify: $(STAMPS)-verify
 	$(BIN)/contrastile verify $(ARGS)
@@ -72,13 +72,16 @@ PART = $(word $(1),$(subst /, ,$(2)))
 VERIFY_GPU = $(ON_GPU) $(PYTHON) -m contrastile verify --device cuda --quiet --seed $(SEED) --jobs 2 \
   --backend $(call PART,1,$*) --dtype $(call PART,2,$*) $(addprefix --precision ,$(call PART,3,$*))
 SANITIZER ?= $(or $(shell command -v compute-sanitizer),/usr/local/cuda/bin/compute-sanitizer)
-# of a library's kernels findings do not count: initcheck does not see what the copy engine writes and cuBLAS reads
-SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(ON_GPU) $(SANITIZER) --tool $* --error-exitcode 1 --target-processes all \
-  --show-backtrace no --report-api-errors no --kernel-name kns=contrastile
+# libraries ask the driver for entry points that it may lack, which memcheck would report. initcheck does not see what
+# the copy engine writes and cuBLAS reads: of this tool, findings in a library's kernels do not count
+SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(ON_GPU) $(SANITIZER) --tool $(1) --error-exitcode 1 --target-processes all \
+  --show-backtrace no $(if $(filter memcheck,$(1)),--report-api-errors no) $(if $(filter initcheck,$(1)),--kernel-name kns=contrastile)
+# both paths of a kernel, every kind of positives, several column blocks, the sigmoid loss
+SMALL = --device cuda --dtype bfloat16 --property value gradients --case ragged large-logits labels self-excluded blocks sigmoid-ids
 # a pool of memory would hide a step beyond one of its blocks: each array is an allocation of its own
 UNPOOLED = $(PYTHON) -c "import sys, cupy, pytest; cupy.cuda.set_allocator(None); sys.exit(pytest.main(sys.argv[1:]))" -p no:cacheprovider
 verify-gpu: $(KINDS:%=verify-gpu/%) $(KINDS:%=drawn-gpu/%) $(addprefix sanitizer-gpu/,racecheck memcheck initcheck synccheck) \
-  kept-gpu/1 kept-gpu/16 memcheck-gpu mutants-gpu
+  kept-gpu/1 kept-gpu/16 memcheck-gpu mutants-gpu/triton mutants-gpu/cupy
 
 # CuPy's kernels are compiled once, before anything else runs, so that no two jobs compile the same one
 kernels-gpu:
@@ -95,19 +98,16 @@ kept-gpu/%: kernels-gpu
 	$(ON_GPU) $(PYTHON) -m contrastile verify --device cuda --quiet --backend cupy --dtype bfloat16 --keep $* \
 	  --case wide hot certain wordnet@14.3 wordnet@100
 
-# both paths of a kernel, every kind of positives, several column blocks, the sigmoid loss
 sanitizer-gpu/%: kernels-gpu
-	$(SANITIZE) $(UNPOOLED) -p pytest_contrastile --pyargs contrastile.verify --backend cupy --device cuda --dtype bfloat16 --property value gradients \
-	  --case ragged large-logits labels self-excluded blocks sigmoid-ids
-	$(SANITIZE) $(UNPOOLED) tests/gpu/test_cupy_gpu.py -k give_the_same_bits
+	$(call SANITIZE,$*) $(UNPOOLED) -p pytest_contrastile --pyargs contrastile.verify --backend cupy $(SMALL)
+	$(call SANITIZE,$*) $(UNPOOLED) tests/gpu/test_cupy_gpu.py -k give_the_same_bits
 
 memcheck-gpu:
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(ON_GPU) $(SANITIZER) --tool memcheck --error-exitcode 1 --target-processes all \
-	  --show-backtrace no --report-api-errors no $(PYTHON) -m contrastile verify --device cuda --quiet --backend triton \
-	  --dtype bfloat16 --property value gradients --case ragged large-logits labels self-excluded blocks sigmoid-ids
+	$(call SANITIZE,memcheck) $(PYTHON) -m contrastile verify --quiet --backend triton $(SMALL)
 
-mutants-gpu: kernels-gpu
-	$(ON_GPU) $(PYTHON) -m contrastile mutate --device cuda --quiet --component triton cupy --jobs 8
+# one for each: a backend that is missing would pass beside the other
+mutants-gpu/%: kernels-gpu
+	$(ON_GPU) $(PYTHON) -m contrastile mutate --device cuda --quiet --component $* --jobs 4
 
 # the records of this commit, one after another, so that nothing runs beside what is timed
 measure-gpu:

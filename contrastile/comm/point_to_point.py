@@ -93,10 +93,10 @@ class PointToPoint(Communicator):
         self._board = board.opened(self.rank, self.size, self.tell) if len(hosts) == 1 else None
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
-        import numpy as np
-
         if self._board is not None and len(own) <= board.ROOM:
             return self._board.gather(own, self._seconds())
+        import numpy as np
+
         others = [r for r in range(self.size) if r != self.rank]
         arrived = {r: [np.zeros(len(own), np.uint8)] for r in others}
         if self.host is not None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, TypeVar, cast
 
 from contrastile.backends.arrays import ITEMSIZE, ArrayLibrary
@@ -205,18 +206,18 @@ class Handshake:
 
         Without a gradient. A number that is no column's gives any.
         """
-        found, start = arrays.full((rows.shape[0],), 0.0, dtype, rows), 0
-        parts: Iterable[tuple[int, Array]] = enumerate(columns)
-        if self.placement is not None:
+        found, placement = arrays.full((rows.shape[0],), 0.0, dtype, rows), self.placement
+        parts: Iterable[tuple[int, Array]]
+        if placement is None:
+            parts = zip(accumulate((x.shape[0] for x in columns), initial=0), columns, strict=False)
+        else:
             own = arrays.detached(arrays.concat(list(columns)))
-            parts = self._every(self.placement, arrays, own, of_rows=False)
-        for number, x in parts:
-            if self.placement is not None:
-                start = self.placement.shards.start(number)
-            at, count = where - start, x.shape[0]
-            start += count
-            if count:
-                here = (at >= 0) & (at < count)
+            every = self._every(placement, arrays, own, of_rows=False)
+            parts = ((placement.shards.start(rank), x) for rank, x in every)
+        for start, x in parts:
+            if x.shape[0]:
+                at = where - start
+                here = (at >= 0) & (at < x.shape[0])
                 dots = arrays.row_dots(rows, arrays.take(x, arrays.where(here, at, 0)), dtype)
                 found = arrays.where(here, dots, found)
         return found
