@@ -94,8 +94,9 @@ def opened(rank: int, size: int, tell: Callable[[str], Sequence[str]]) -> Board 
     with suppress(OSError):
         if rank == 0:
             number, name = tempfile.mkstemp(prefix="contrastile-", dir=_MEMORY)
-            os.ftruncate(number, 2 * _SLOT * size)
-            os.close(number)
+            with open(number, "wb") as file:
+                # written to: where the place is full, touching memory that is merely reserved would end the process
+                file.write(bytes(2 * _SLOT * size))
     told = [json.loads(text) for text in tell(json.dumps([name, os.getpid()]))]
     place, processes, memory = told[0][0], [process for _, process in told], None
     with suppress(OSError, ValueError), open(place, "r+b") as file:

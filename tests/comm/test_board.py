@@ -83,5 +83,10 @@ def test_a_frame_is_read_when_all_of_it_is_there() -> None:
 
 
 def test_no_memory_to_share_is_no_board(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    taken, unlink = [], os.unlink
+    monkeypatch.setattr(board.os, "unlink", lambda name: (taken.append(os.stat(name).st_blocks), unlink(name)))
+    assert among(1, lambda rank, held: held) != [None]
+    # what is merely reserved may not be there when it is written: that ends the process
+    assert taken > [0]
     monkeypatch.setattr(board, "_MEMORY", f"{tmp_path}/none")
     assert among(2, lambda rank, held: held) == [None, None]
