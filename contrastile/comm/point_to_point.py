@@ -27,9 +27,6 @@ NUMBERS = 32766
 FRAMES = NUMBERS
 """The number of every message with frames, which have one size and arrive in order."""
 
-PACKED = 1 << 16
-"""Several arrays for one rank travel over the host as one up to this many bytes."""
-
 
 class Channel(Protocol):
     """Carries arrays between pairs of ranks, in order; a channel of the host carries vectors of bytes."""
@@ -118,7 +115,7 @@ class PointToPoint(Communicator):
         number = self.calls.messages % NUMBERS
         if channel is not self.host:
             return channel.post(outgoing, incoming, number, self._seconds)
-        outgoing, incoming, arrived = _packed(*_on_host(outgoing, incoming, on_device))
+        outgoing, incoming, arrived = _on_host(outgoing, incoming, on_device)
         return _Received(channel.post(outgoing, incoming, number, self._seconds), arrived)
 
     def _for_device(self, host: Channel, like: Array) -> Channel:
@@ -172,29 +169,6 @@ def _on_host(outgoing: Parts, incoming: Parts, on_device: bool) -> tuple[Parts, 
 
     sent = {r: [copies[id(x)] for x in xs] for r, xs in outgoing.items()}
     return _raw(sent), _raw({r: [host for host, _ in xs] for r, xs in landings.items()}), arrived
-
-
-def _packed(outgoing: Parts, incoming: Parts, arrived: Callable[[], None]) -> tuple[Parts, Parts, Callable[[], None]]:
-    """Join several short vectors of bytes for one rank: a message costs an engine more than the copy."""
-    import numpy as np
-
-    if not any(map(_short, (*outgoing.values(), *incoming.values()))):
-        return outgoing, incoming, arrived
-    sent = {r: [np.concatenate(list(xs))] if _short(xs) else xs for r, xs in outgoing.items()}
-    landings = {r: np.empty(sum(x.size for x in xs), np.uint8) for r, xs in incoming.items() if _short(xs)}
-
-    def unpacked() -> None:
-        for r, whole in landings.items():
-            for x, part in zip(incoming[r], buffers.split(whole, [x.size for x in incoming[r]]), strict=True):
-                x[...] = part
-        arrived()
-
-    return sent, {r: [landings[r]] if r in landings else xs for r, xs in incoming.items()}, unpacked
-
-
-def _short(xs: Sequence[Array]) -> bool:
-    """Whether they are packed; both ends of a pair decide alike."""
-    return len(xs) > 1 and sum(x.size for x in xs) <= PACKED
 
 
 def _raw(parts: Parts) -> Parts:
