@@ -211,7 +211,8 @@ def _interfaces(subject: Subject, share: Share) -> list[Interface]:
     if subject.backend.arrays.name != "torch" or late:
         # autograd runs one thread per GPU, in which ranks that are threads of one process would wait for each other
         return [returning]
-    chosen = [each for each in OF_TENSORS if each.name in ("autograd", "nn")]
+    names = "autograd", "nn", *(["DistillClipLoss"] if share.label == CALLS else [])
+    chosen = [each for each in OF_TENSORS if each.name in names]
     objective, keywords = share.case.claims.objective, share.case.arguments.keywords
     return [returning, *(x for x in chosen if x.objectives is None or (objective in x.objectives and not keywords))]
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from contrastile import losses
 from contrastile.backends.contract import UnsupportedProblemError
 from contrastile.reporting import one_line
@@ -89,5 +91,11 @@ def _calls(subject: Subject, pair: Any) -> Iterator[tuple[str, Callable[[], Any]
     yield "a penalty of a gradient", gradient, penalised, RuntimeError
     even, learnt = (torch.ones(_ROWS, device=subject.device, requires_grad=x) for x in (False, True))
     yield "weights that learn", partial(right, weights=even), partial(right, weights=learnt), ValueError
+    arrays: Any = [np.ones(_ROWS), np.ma.masked_equal(np.ones(_ROWS), 0)]
+    of_numpy = partial(clip, *(np.array(x.tolist(), np.float32) for x in pair), 10.0, **settings)
+    yield "weights with a mask", *(partial(of_numpy, weights=x) for x in arrays), TypeError
+    given: dict[str, Any] = {"negatives": pair[1], "guide": (pair[0].detach(), torch.cat([pair[1].detach()] * 2))}
+    alone = partial(losses.info_nce, *pair, 10.0, in_batch=False, **settings)
+    yield "a guide of negatives alone", partial(alone, negatives=pair[1]), partial(alone, **given), ValueError
     refusing = {**settings, "backend": f"contrastile.verify.wrapped:refusing@{subject.name}"}
     yield "what the backend refuses", right, partial(clip, *pair, 10.0, **refusing), UnsupportedProblemError

@@ -153,7 +153,7 @@ def _distances(batch: Batch) -> Any:
 def _steps(batch: Batch) -> Any:
     import torch
 
-    from contrastile.training import embed
+    from contrastile.training import cached_step, embed
 
     scale: Any = torch.tensor(10.0, requires_grad=True)
     value = batch.step(scale=scale)
@@ -166,6 +166,9 @@ def _steps(batch: Batch) -> Any:
     yield "gradients are added", torch.equal(batch.table.grad, 2 * first) and torch.equal(scale.grad, 2 * of_scale)
     # the scale's gradient enters by itself
     yield "calls of backward", len(called) == len(_COUNTS) + 1
+    scale.grad = None
+    cached_step(lambda chunk: (batch.table[chunk], batch.fixed[chunk], scale), batch.index, batch.loss, chunk=_CHUNK)
+    yield "a number that every chunk gives", torch.allclose(scale.grad, of_scale)
     hooked: list[Any] = []
     scale.register_hook(hooked.append)
     batch.step(scale=scale)
@@ -243,6 +246,7 @@ def _weights(batch: Batch) -> Any:
 def _metrics(batch: Batch) -> Any:
     import torch
 
+    from contrastile import retrieval
     from contrastile.training import rank_at_1
 
     draw = np.random.default_rng(0)
@@ -257,6 +261,8 @@ def _metrics(batch: Batch) -> Any:
     near = torch.tensor([[1.0, 2.0**-9], [1.0, 0.0]])
     with torch.autocast("cpu", torch.bfloat16):
         yield "rank at 1 of what 16 bits do not tell apart", float(rank_at_1(torch.ones(1, 2), near)) == 1.0
+        for x in (near, near.bfloat16(), near.sum(1, keepdim=True)):
+            yield "a rank of what 16 bits do not tell apart", int(retrieval.ranks(torch.ones_like(x[:1]), x)) == 0
     loss = partial(losses.sigmoid_loss, **batch.settings)
     found = batch.step(loss=loss, scale=(10.0, -3.0), metrics=("scale", "rank@1"))
     yield "the scale", float(found["scale"]) == 10.0

@@ -13,13 +13,11 @@ from contrastile import evaluation, losses
 from contrastile.backends.contract import Array
 from contrastile.verify.losses.arguments import SELF
 from contrastile.verify.losses.claims import INTEGERS, KEYWORDS, Claims
+from contrastile.verify.losses.modules import ROWS, Target, captioned, distilled, module, of_temperature
 from contrastile.verify.losses.subject import Loss
 from contrastile.verify.trial import Subject
 
-Target = Callable[..., Any]
-_BLOCK, _CHUNK, _ROWS = 9, 5, 64
-_PRIMITIVES: dict[str, Any] = {"keep": 0}
-"""Settings with which a small loss on a host is computed as any other is."""
+_BLOCK, _CHUNK = 9, 5
 
 _ARRAYS = (
     *("numbers", "interleaved", "rewritten", "aliases", "inputs-kept", "strided", "integers", "refusals"),
@@ -90,59 +88,6 @@ def keys(loss: Target, settings: dict[str, Any]) -> Target:
         labels, of_keys, *_ = map(more.pop, ("row_ids", "column_ids", "ids_are"))
         every = torch.cat([key, *more.pop("negatives", ())])
         return losses.sup_con(query, labels, scale, keys=every, key_labels=of_keys, **more, **settings)
-
-    return target
-
-
-def module(loss: Target, settings: dict[str, Any], *, trains: bool = True) -> Target:
-    """The modules of ``contrastile.nn``, which return a dict in training and a tensor in evaluation."""
-    import torch
-
-    from contrastile import nn
-
-    kind = nn.ClipLoss if loss is losses.clip_loss else nn.SigLipLoss
-    settings = settings | _PRIMITIVES if trains else settings
-    # what other modules were made with is theirs
-    kind(world_size=2)
-    kind(world_size=2, parameter_reduction="sum")
-    group = settings.get("group")
-    place: Any = {} if group is None else {"rank": torch.tensor(group.rank), "world_size": torch.tensor(group.size)}
-    made = functools.cache(lambda **options: kind(**place, **settings, **options).train(trains))
-
-    def target(image: Array, text: Array, scale: Any, bias: Any = None, **more: Any) -> Any:
-        # CLIP's bias shifts every logit, and changes nothing; DDP waits for its gradient
-        shift = image.new_zeros(1).requires_grad_(trains) if loss is losses.clip_loss else None
-        arrays = {name: more.pop(name, None) for name in ("ids", "weights", "guide")}
-        found = made(**more)(image, text, scale, bias if shift is None else shift, trains, **arrays)
-        if not isinstance(found, dict if trains else torch.Tensor):
-            raise ValueError(f"a module must return a dict in training alone, got {type(found).__name__}")
-        if shift is not None and trains and torch.is_grad_enabled():
-            (gradient,) = torch.autograd.grad([*found.values()], shift, retain_graph=True, allow_unused=True)
-            assert gradient is not None
-        return found
-
-    return target
-
-
-def of_temperature(loss: Target, settings: dict[str, Any]) -> Target:
-    """The modules of views, and of labels, which normalise their features."""
-    from contrastile import nn
-
-    kind = nn.NTXentLoss if loss is losses.nt_xent else nn.SupConLoss
-    return lambda features, other, scale: kind(1 / float(scale), **(settings | _PRIMITIVES))(features, other)
-
-
-def captioned(loss: Target, settings: dict[str, Any]) -> Target:
-    """CoCa's module, beside a caption of one token and padding, which counts as nothing."""
-    from contrastile import nn
-
-    def target(image: Array, text: Array, scale: Any, **more: Any) -> Any:
-        given = {name: more.pop(name) for name in ("ids", "weights", "guide") if name in more}
-        logits, labels = image.new_tensor([[[0, 0, 0], [0, 0, 9]]]), image.new_tensor([[1, 2]]).long()
-        made = nn.CoCaLoss(2.0, 1.0, pad_id=2, **settings, **more)
-        found, caption = made(image, text, logits, labels, scale, **given)
-        assert caption > 2, "padding counts: of a token it is twice log 3"
-        return found
 
     return target
 
@@ -404,6 +349,7 @@ OF_TENSORS = (
     Interface("nn in evaluation", partial(module, trains=False), ("leaves",), (), _PAIRS, any_dtype=True),
     _of_any_dtype("nn of a temperature", of_temperature, ("leaves", "interleaved"), _TALL, SELF),
     Interface("CoCaLoss", captioned, (), (), ("clip_loss",), any_dtype=True),
+    _of_any_dtype("DistillClipLoss", distilled, (), _BARE, ("clip_loss",)),
 )
 """Of torch tensors alone."""
 
@@ -491,7 +437,7 @@ def of_interface(each: Interface, objective: str, subject: Subject, library: str
         claims["state"] = "float64" if subject.dtype == "float64" else "float32"
     if each.plain or each.block is not None:
         # more rows are more chunks, or blocks, of which each is as it is elsewhere
-        claims["largest_batch"] = _ROWS
+        claims["largest_batch"] = ROWS
     target = each.make(getattr(losses, objective), settings)
     facts = None if each.plain else subject.accuracy
     return Loss(name, target, Claims(**(claims | dict(each.claims))), facts, each.block)
