@@ -166,6 +166,9 @@ def _steps(batch: Batch) -> Any:
     yield "gradients are added", torch.equal(batch.table.grad, 2 * first) and torch.equal(scale.grad, 2 * of_scale)
     # the scale's gradient enters by itself
     yield "calls of backward", len(called) == len(_COUNTS) + 1
+    # the graph of a number is the caller's, who goes on with it
+    batch.step(scale=(made := scale.square()))
+    made.backward()
     scale.grad = None
     cached_step(lambda chunk: (batch.table[chunk], batch.fixed[chunk], scale), batch.index, batch.loss, chunk=_CHUNK)
     yield "a number that every chunk gives", torch.allclose(scale.grad, of_scale)
@@ -212,18 +215,31 @@ def _learning(batch: Batch) -> Any:
 
 
 def _refusals(batch: Batch) -> Any:
+    import torch
+
     from contrastile.training import embed
 
     index, ones = batch.index.clone(), [batch.fixed]
-    changes: dict[str, Callable[[], Any]] = {
-        "a second replay": lambda: replay(ones),
-        "inputs changed between the passes": lambda: index.add_(0),
-    }
-    for label, change in changes.items():
+    learns = torch.nn.Linear(_WIDTH, _WIDTH).to(index.device)
+
+    def stepped(x: Any) -> None:
+        x.detach().zero_()
+
+    learns.weight.register_post_accumulate_grad_hook(stepped)
+
+    def replayed(change: Callable[[Callable[..., Any]], Any]) -> None:
         _, replay = embed(batch.encode, index, _CHUNK)
-        change()
+        change(replay)
+        replay(ones)
+
+    bad: dict[str, Callable[[], Any]] = {
+        "a second replay": lambda: replayed(lambda replay: replay(ones)),
+        "inputs changed between the passes": lambda: replayed(lambda _: index.add_(0)),
+        "a hook that steps": lambda: batch.step(lambda x: learns(batch.table[x]), lambda x: batch.fixed[x]),
+    }
+    for label, call in bad.items():
         try:
-            replay(ones)
+            call()
         except (RuntimeError, ValueError):
             yield label, True
         else:
