@@ -91,11 +91,16 @@ def _calls(subject: Subject, pair: Any) -> Iterator[tuple[str, Callable[[], Any]
     yield "a penalty of a gradient", gradient, penalised, RuntimeError
     even, learnt = (torch.ones(_ROWS, device=subject.device, requires_grad=x) for x in (False, True))
     yield "weights that learn", partial(right, weights=even), partial(right, weights=learnt), ValueError
-    arrays: Any = [np.ones(_ROWS), np.ma.masked_equal(np.ones(_ROWS), 0)]
-    of_numpy = partial(clip, *(np.array(x.tolist(), np.float32) for x in pair), 10.0, **settings)
-    yield "weights with a mask", *(partial(of_numpy, weights=x) for x in arrays), TypeError
+    if subject.device == "cpu":
+        ones, masked = np.ones(_ROWS), np.ma.masked_equal(np.ones(_ROWS), 0)
+        of_numpy = partial(clip, *(np.array(x.tolist(), np.float32) for x in pair), 10.0, **settings)
+        yield "weights with a mask", partial(of_numpy, weights=ones), partial(of_numpy, weights=masked), TypeError
     given: dict[str, Any] = {"negatives": pair[1], "guide": (pair[0].detach(), torch.cat([pair[1].detach()] * 2))}
-    alone = partial(losses.info_nce, *pair, 10.0, in_batch=False, **settings)
+    nce: Any = losses.info_nce
+    alone = partial(nce, *pair, 10.0, in_batch=False, **settings)
     yield "a guide of negatives alone", partial(alone, negatives=pair[1]), partial(alone, **given), ValueError
+    for unknown in sorted({"split", "tf32", "ieee"} - subject.backend.precisions)[:1]:
+        rounded = partial(clip, *pair, 10.0, **settings | {"precision": unknown})
+        yield "another precision", right, rounded, UnsupportedProblemError
     refusing = {**settings, "backend": f"contrastile.verify.wrapped:refusing@{subject.name}"}
     yield "what the backend refuses", right, partial(clip, *pair, 10.0, **refusing), UnsupportedProblemError

@@ -169,9 +169,9 @@ def _steps(batch: Batch) -> Any:
     # the graph of a number is the caller's, who goes on with it
     batch.step(scale=(made := scale.square()))
     made.backward()
-    scale.grad = None
+    scale.grad.zero_()
     cached_step(lambda chunk: (batch.table[chunk], batch.fixed[chunk], scale), batch.index, batch.loss, chunk=_CHUNK)
-    yield "a number that every chunk gives", torch.allclose(scale.grad, of_scale)
+    yield "a number that every chunk gives", torch.equal(scale.grad, of_scale)
     hooked: list[Any] = []
     scale.register_hook(hooked.append)
     batch.step(scale=scale)
@@ -220,7 +220,7 @@ def _refusals(batch: Batch) -> Any:
     from contrastile.training import embed
 
     index, ones = batch.index.clone(), [batch.fixed]
-    learns = torch.nn.Linear(_WIDTH, _WIDTH).to(index.device)
+    learns: Any = torch.nn.Linear(_WIDTH, _WIDTH).to(index.device)
 
     def stepped(x: Any) -> None:
         x.detach().zero_()
