@@ -15,8 +15,10 @@ from contrastile.backends.contract import Array, state_dtype
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
 from contrastile.verify.draws import FAR
 from contrastile.verify.losses import allowed, repeating
-from contrastile.verify.losses.cases import CALLS, HIGH, build, rounded
+from contrastile.verify.losses.arguments import rounded
+from contrastile.verify.losses.cases import CALLS, HIGH, build
 from contrastile.verify.losses.claims import Claims
+from contrastile.verify.losses.maxsim import MASKS
 from contrastile.verify.losses.properties import ONE_CALL, LossProperty, LossTrial, by_autograd, claimed
 from contrastile.verify.losses.repeating import numbered
 from contrastile.verify.rounding import UNIT, round_to
@@ -29,7 +31,7 @@ _BIASES = -2.7, -3.1, 2.0, -40.1
 def leaves(trial: LossTrial) -> Comparisons:
     """The gradients are right whichever of them are wanted, with a scale that is a tensor or a number."""
     case, claims = trial.case, trial.loss.claims
-    rows, width = case.arguments.features[0].shape
+    rows, width = trial.shape
     # of shapes that no call has had: the first wants least
     trial = trial.resized(claims.batch(rows + 1) or rows, width, 6)
     given = trial.case.arguments
@@ -181,6 +183,8 @@ def aliases(trial: LossTrial) -> Comparisons:
         found = call.finish(call())
         found = replace(found, columns=same.result.columns)
         yield "a tensor and itself detached", same.compare(found, trial.fields)
+    if len({x.shape for x in given.features}) > 1:
+        return
     call = trial.call()
     joined = trial.loss.arrays.concat([x.detach() if hasattr(x, "detach") else x for x in call.leaves])
     b = len(given.features[0])
@@ -303,9 +307,23 @@ def integers(trial: LossTrial) -> Comparisons:
 
 
 def refusals(trial: LossTrial) -> Comparisons:
-    """A positive that is no column is an error, or makes NaN of the loss and of every gradient."""
+    """A positive that is no column is an error, or makes NaN of the loss and of every gradient.
+
+    So is a document of which no token counts; else the loss is infinite or NaN.
+    """
     given = trial.case.arguments
     b = len(given.features[0])
+    if trial.loss.claims.masks:
+        masks = {name: np.ones(x.shape[:2], np.int64) for name, x in zip(MASKS, given.features, strict=True)}
+        masks["document_mask"][b // 2] = 0
+        try:
+            found = trial.other(replace(trial.case, arguments=replace(given, keywords=masks))).run()
+        except (ValueError, IndexError, RuntimeError):
+            yield "a document without tokens", NOTHING
+            return
+        number = np.isfinite(found.loss).all()
+        yield "a document without tokens", wrong("a number, where nothing is right") if number else NOTHING
+        return
     for bad in (-1, b, -b):
         positives = np.arange(b)
         positives[b // 2] = bad
@@ -320,10 +338,21 @@ def refusals(trial: LossTrial) -> Comparisons:
         yield label, NOTHING if all(np.isnan(x).any() for x in numbers) else wrong("a number, where nothing is right")
 
 
+def ties(trial: LossTrial) -> Comparisons:
+    """Of a token that a document has twice, both gradients together are that of one."""
+    query, document = trial.case.arguments.features
+    given = replace(trial.case.arguments, features=(query, np.concatenate([document, document], axis=1)))
+    found = trial.other(replace(trial.case, arguments=given)).run()
+    if found.columns and found.columns[0] is not None:
+        b, t, d = document.shape
+        found = replace(found, columns=(found.columns[0].reshape(b, 2, t, d).sum(axis=1).reshape(b * t, d),))
+    yield "", trial.compare(found, trial.fields)
+
+
 def queues(trial: LossTrial) -> Comparisons:
     """Negatives may be a tuple, one array twice, the key again, or empty, and learn whatever the query does."""
     case = trial.case
-    rows, width = case.arguments.features[0].shape
+    rows, width = trial.shape
     hard = build("negatives", case.dtype, case.claims, case.facts).arguments.negatives[0]
     first, second = (hard[at : at + rows, :width] for at in (0, 2))
     key, nothing = case.arguments.features[1], np.zeros((0, width))
@@ -359,6 +388,14 @@ def _autocast(claims: Claims) -> str:
     return claimed("autocast", "the caller's autocast")(claims) if claims.library == "torch" else "torch tensors"
 
 
+def _refusals(claims: Claims) -> str:
+    return "" if claims.positives or claims.masks else "positives, or masks"
+
+
+def _maxsim(claims: Claims) -> str:
+    return "" if claims.objective == "maxsim" else "tokens"
+
+
 def _integers(claims: Claims) -> str:
     return "" if claims.ids or claims.objective == "sup_con" else "integers"
 
@@ -381,7 +418,8 @@ REPEATED = {
         LossProperty("integers", integers, CALLS, claim=_integers),
         LossProperty("queues", queues, CALLS, claim=claimed("negatives", "negatives")),
         LossProperty("threads", repeating.threads, CALLS),
-        LossProperty("refusals", refusals, CALLS, claim=claimed("positives", "positives")),
+        LossProperty("refusals", refusals, CALLS, claim=_refusals),
+        LossProperty("ties", ties, CALLS, claim=_maxsim),
     )
 }
 """The properties of several calls, by name."""
