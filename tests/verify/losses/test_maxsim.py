@@ -1,23 +1,11 @@
-"""MaxSim losses: wrong ones are found by ``--quick``, and a right one is within its bounds on drawn texts with ties."""
+"""Wrong MaxSim losses: ``--quick`` finds every one, and right ones pass."""
 
-from dataclasses import replace
-
-import numpy as np
-import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from plain_losses import maxsim as right
 from torch.nn.functional import cross_entropy, normalize
 
-from contrastile.verify.losses import Claims, Loss, check
-from contrastile.verify.losses.arguments import Arguments, rounded
-from contrastile.verify.losses.cases import BATCHES, LossCase
-from contrastile.verify.losses.maxsim import MASKS
-from contrastile.verify.losses.properties import LossTrial
+from contrastile.verify.losses import check
 from contrastile.verify.options import QUICK_LOSS_CASES
-
-CLAIMS = {"objective": "maxsim", "masks": True}
 
 
 def of_tokens(largest=lambda x: x.amax(3), without=torch.Tensor.masked_fill, fill=-torch.inf, kept=True):
@@ -78,6 +66,9 @@ WRONG = {
 }
 
 
+CLAIMS = {"objective": "maxsim", "masks": True}
+
+
 def fails(loss):
     return {row["property"] for row in check(loss, CLAIMS, cases=QUICK_LOSS_CASES) if row["status"] == "fail"}
 
@@ -90,20 +81,3 @@ def test_quick_finds_wrong_losses_of_tokens():
     # what one property alone is for
     assert fails(WRONG["every tie"]) == {"ties"}
     assert fails(WRONG["no tokens, and a score of 0"]) == {"refusals"}
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-@given(seed=st.integers(0, 2**32 - 1), sizes=st.tuples(*[st.integers(1, 5)] * 4), coarse=st.booleans())
-def test_a_right_loss_is_within_its_bounds_on_drawn_texts(dtype, seed, sizes, coarse):
-    draw = np.random.default_rng(seed)
-    b, q, t, d = sizes
-    features = draw.standard_normal((b, q, d)), draw.standard_normal((b, t, d))
-    if coarse:
-        # many products of small integers are equal
-        features = tuple(np.round(x) for x in features)
-    masks = [np.maximum(draw.integers(0, 2, x.shape[:2]), np.arange(x.shape[1]) == 0) for x in features]
-    arguments = Arguments(features, draw.uniform(-30, 30), keywords=dict(zip(MASKS, masks, strict=True)))
-    claims = Claims(**CLAIMS, dtypes=dtype)
-    case = LossCase(replace(BATCHES["masked"], name="drawn"), dtype, rounded(arguments, dtype), claims)
-    trial = LossTrial(Loss.of(right, claims), case)
-    assert trial.compare(trial.result, trial.fields).ratio < 1
