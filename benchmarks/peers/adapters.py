@@ -244,31 +244,25 @@ def colpali_engine(rank: int = 0, world_size: int = 1) -> Loss:
     return lambda query, key, scale: make(temperature=1 / scale)(query, key)
 
 
-def _pylate(scale: float, query: Any, document: Any, *masks: Any) -> Any:
-    """The loss of texts as tokens (b, tokens, d), of which masks (b, tokens) say which count."""
-    model: Any = torch.nn.Identity()
-    model.skiplist, model.do_query_expansion = [], False
-    loss = module("pylate.losses").Contrastive(model, temperature=1 / scale)
-    ones = [torch.ones(x.shape[:2], dtype=torch.long, device=x.device) for x in (query, document)]
-    texts = zip((query, document), ones, masks or ones, strict=True)
-    return loss([{"token_embeddings": x, "input_ids": each, "attention_mask": mask} for x, each, mask in texts])
-
-
-@peer("pylate", "", TEMPERATURE, objective="info_nce", normalises=True, scale_gradient=False)
-def pylate(rank: int = 0, world_size: int = 1) -> Loss:
-    """`Contrastive` of texts of one token."""
-    return lambda query, key, scale: _pylate(scale, query[:, None], key[:, None])
-
-
 @peer("pylate", "", TEMPERATURE, objective="maxsim", masks=True, normalises=True, scale_gradient=False)
-def pylate_tokens(rank: int = 0, world_size: int = 1) -> Loss:
-    """`Contrastive` of texts of several tokens, with masks."""
-    return lambda query, document, scale, **masks: _pylate(scale, query, document, *masks.values())
+def pylate(rank: int = 0, world_size: int = 1) -> Loss:
+    """`Contrastive` of texts of several tokens."""
+    make = module("pylate.losses").Contrastive
+
+    def loss(query: Any, document: Any, scale: float, **masks: Any) -> Any:
+        model: Any = torch.nn.Identity()
+        model.skiplist, model.do_query_expansion = [], False
+        ones = [torch.ones(x.shape[:2], dtype=torch.long, device=x.device) for x in (query, document)]
+        given = zip((query, document), ones, masks.values() or ones, strict=True)
+        texts = [{"token_embeddings": x, "input_ids": each, "attention_mask": mask} for x, each, mask in given]
+        return make(model, temperature=1 / scale)(texts)
+
+    return loss
 
 
 @peer("colpali-engine", "", TEMPERATURE, objective="maxsim", masks=True, scale_gradient=False, largest_batch=1024)
 def colpali_engine_tokens(rank: int = 0, world_size: int = 1) -> Loss:
-    """`ColbertLoss`, `normalize_scores=False`, zeros for masks."""
+    """`ColbertLoss`, `normalize_scores=False`."""
     make = module("colpali_engine.loss.late_interaction_losses").ColbertLoss
 
     def loss(query: Any, document: Any, scale: float, **masks: Any) -> Any:

@@ -17,7 +17,6 @@ from contrastile.verify.draws import FAR
 from contrastile.verify.losses import allowed, repeating
 from contrastile.verify.losses.arguments import rounded
 from contrastile.verify.losses.cases import CALLS, HIGH, build
-from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.maxsim import MASKS
 from contrastile.verify.losses.properties import ONE_CALL, LossProperty, LossTrial, by_autograd, claimed
 from contrastile.verify.losses.repeating import numbered
@@ -380,26 +379,6 @@ def queues(trial: LossTrial) -> Comparisons:
             yield f"{label}, the query frozen", NOTHING if frozen.columns[1] is not None else wrong("no gradient")
 
 
-def _retained(claims: Claims) -> str:
-    return by_autograd(claims) or claimed("retains", "a graph that is retained")(claims)
-
-
-def _autocast(claims: Claims) -> str:
-    return claimed("autocast", "the caller's autocast")(claims) if claims.library == "torch" else "torch tensors"
-
-
-def _refusals(claims: Claims) -> str:
-    return "" if claims.positives or claims.masks else "positives, or masks"
-
-
-def _maxsim(claims: Claims) -> str:
-    return "" if claims.objective == "maxsim" else "tokens"
-
-
-def _integers(claims: Claims) -> str:
-    return "" if claims.ids or claims.objective == "sup_con" else "integers"
-
-
 REPEATED = {
     each.name: each
     for each in (
@@ -407,19 +386,31 @@ REPEATED = {
         LossProperty("numbers", numbers, CALLS, claim=claimed("numbers", "numbers, or tensors of shape (1,)")),
         LossProperty("interleaved", repeating.interleaved, CALLS),
         LossProperty("rewritten", repeating.rewritten, CALLS),
-        LossProperty("retained", repeating.retained, CALLS, claim=_retained),
+        LossProperty(
+            "retained",
+            *(repeating.retained, CALLS),
+            claim=lambda x: by_autograd(x) or claimed("retains", "a graph that is retained")(x),
+        ),
         LossProperty("aliases", aliases, CALLS),
-        LossProperty("autocast", autocast, CALLS, claim=_autocast),
+        LossProperty(
+            "autocast",
+            *(autocast, CALLS),
+            claim=claimed(lambda x: x.autocast and x.library == "torch", "torch tensors and the caller's autocast"),
+        ),
         LossProperty(
             "settings", repeating.settings, CALLS, claim=claimed("deterministic", "the same bits for the same inputs")
         ),
         LossProperty("repeats", repeating.repeats, CALLS),
         LossProperty("leaks", repeating.leaks, CALLS),
-        LossProperty("integers", integers, CALLS, claim=_integers),
+        LossProperty(
+            "integers", integers, CALLS, claim=claimed(lambda x: x.ids or x.objective == "sup_con", "integers")
+        ),
         LossProperty("queues", queues, CALLS, claim=claimed("negatives", "negatives")),
         LossProperty("threads", repeating.threads, CALLS),
-        LossProperty("refusals", refusals, CALLS, claim=_refusals),
-        LossProperty("ties", ties, CALLS, claim=_maxsim),
+        LossProperty(
+            "refusals", refusals, CALLS, claim=claimed(lambda x: x.positives or x.masks, "positives, or masks")
+        ),
+        LossProperty("ties", ties, CALLS, claim=claimed(lambda x: x.objective == "maxsim", "tokens")),
     )
 }
 """The properties of several calls, by name."""

@@ -305,8 +305,9 @@ def linear_memory(trial: LossTrial) -> Comparisons:
     yield f"b = {batches[1]} and {batches[2]}", Worst(two / limit, "bytes", (), two, limit)
 
 
-def claimed(name: str, what: str) -> Callable[[Claims], str]:
-    return lambda claims: "" if getattr(claims, name) else what
+def claimed(held: str | Callable[[Claims], object], what: str) -> Callable[[Claims], str]:
+    """``LossProperty.claim`` of a claim by its name, or of what must be true of them."""
+    return lambda claims: "" if (getattr(claims, held) if isinstance(held, str) else held(claims)) else what
 
 
 def by_autograd(claims: Claims) -> str:
