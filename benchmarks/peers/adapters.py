@@ -274,7 +274,7 @@ def colpali_engine_tokens(rank: int = 0, world_size: int = 1) -> Loss:
 
 
 # the interpreter runs a program for every pair
-@peer("flash-maxsim", INTERPRETED, objective="maxsim", largest_batch=12)
+@peer("flash-maxsim", INTERPRETED, (MEMORY,), objective="maxsim", largest_batch=6)
 def flash_maxsim(rank: int = 0, world_size: int = 1) -> Loss:
     """`flash_maxsim_batched_train`, with torch's `cross_entropy`."""
     one = module("flash_maxsim").flash_maxsim_batched_train
