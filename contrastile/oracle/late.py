@@ -13,31 +13,25 @@ from contrastile.oracle.arrays import BoolArray, FloatArray, float64
 from contrastile.oracle.named import LossAndGradients, clip, info_nce
 
 
-def token_products(Q: npt.ArrayLike, D: npt.ArrayLike, document_mask: npt.ArrayLike | None = None) -> FloatArray:
-    """<q_ia, d_jb> of all tokens; -inf where the document's does not count.
+def scores(
+    Q: npt.ArrayLike,
+    D: npt.ArrayLike,
+    query_mask: npt.ArrayLike | None = None,
+    document_mask: npt.ArrayLike | None = None,
+) -> tuple[FloatArray, FloatArray, BoolArray]:
+    """``S_ij = sum_a max_b <q_ia, d_jb>`` over the tokens that count (ColBERT Eq. 3): -inf of a document without any.
 
-    Q: (m, q, d); D: (n, t, d); document_mask: (n, t), not 0 where a token counts; by default all do. Returns
-    (m, q, n, t).
+    Q: (m, q, d); D: (n, t, d); masks: (m, q) and (n, t), not 0 where a token counts; by default all do. Returns the
+    scores (m, n); the products (m, q, n, t), -inf where the document's token does not count; and which is the largest,
+    the first of equal ones, where the query's counts.
     """
     products = np.tensordot(float64(Q), float64(D), (2, 2))
-    return products if document_mask is None else np.where(np.not_equal(document_mask, 0), products, -np.inf)
-
-
-def nearest_tokens(products: FloatArray, query_mask: npt.ArrayLike | None = None) -> BoolArray:
-    """Which token of a document is the nearest to a query's, the first of equal ones; none to one that does not count.
-
-    products: (m, q, n, t); query_mask: (m, q), not 0 where a token counts; by default all do. Returns (m, q, n, t).
-    """
+    if document_mask is not None:
+        products = np.where(np.not_equal(document_mask, 0), products, -np.inf)
     nearest: BoolArray = np.equal(np.arange(products.shape[3]), products.argmax(axis=3)[..., None])
-    return nearest if query_mask is None else nearest & np.not_equal(query_mask, 0)[:, :, None, None]
-
-
-def scores(products: FloatArray, nearest: BoolArray) -> FloatArray:
-    """``S_ij = sum_a max_b <q_ia, d_jb>`` (ColBERT Eq. 3): -inf of a document without tokens.
-
-    products, nearest: (m, q, n, t), of the functions above. Returns (m, n).
-    """
-    return float64(np.where(nearest, products, 0.0).sum(axis=(1, 3)))
+    if query_mask is not None:
+        nearest &= np.not_equal(query_mask, 0)[:, :, None, None]
+    return float64(np.where(nearest, products, 0.0).sum(axis=(1, 3))), products, nearest
 
 
 @np.errstate(all="ignore")
@@ -52,13 +46,11 @@ def maxsim(
 ) -> LossAndGradients:
     """InfoNCE of the scores, of queries to documents (ColBERTv2 Sec. 3.2: in-batch negatives), or half of each way.
 
-    Q: (m, q, d); D: (n, t, d), document i is query i's, and more than m are hard negatives of all; scale: a number;
-    masks: (m, q) and (n, t), not 0 where a token counts. A document without any makes the loss NaN. Gradients have
-    the shapes of Q and D, and are 0 at tokens that do not count.
+    Q, D and the masks as in `scores`: document i is query i's, and more than m are hard negatives of all; scale: a
+    number. A document without tokens makes the loss NaN. Gradients have the shapes of Q and D, and are 0 at tokens
+    that do not count.
     """
-    products = token_products(Q, D, document_mask)
-    nearest = nearest_tokens(products, query_mask)
-    S = scores(products, nearest)
+    S, _, nearest = scores(Q, D, query_mask, document_mask)
     of_scores = (clip if symmetric else info_nce)(S, np.eye(S.shape[1]), scale)
     W = nearest * of_scores.d_rows[:, None, :, None]
     d_Q, d_D = np.tensordot(W, float64(D), ((2, 3), (0, 1))), np.tensordot(W, float64(Q), ((0, 1), (0, 1)))

@@ -308,33 +308,27 @@ def integers(trial: LossTrial) -> Comparisons:
 def refusals(trial: LossTrial) -> Comparisons:
     """A positive that is no column is an error, or makes NaN of the loss and of every gradient.
 
-    So is a document of which no token counts; else the loss is infinite or NaN.
+    So is a document of which no token counts; else the loss is no finite number.
     """
-    given = trial.case.arguments
-    b = len(given.features[0])
-    if trial.loss.claims.masks:
-        masks = {name: np.ones(x.shape[:2], np.int64) for name, x in zip(MASKS, given.features, strict=True)}
-        masks["document_mask"][b // 2] = 0
+    given, masks = trial.case.arguments, trial.loss.claims.masks
+    b, bad = len(given.features[0]), dict[str, dict[str, np.ndarray]]()
+    for place in () if masks else (-1, b, -b):
+        bad[f"a positive of {place} among {b} columns"] = {
+            "positives": np.where(np.arange(b) == b // 2, place, np.arange(b))
+        }
+    if masks:
+        counted = [np.ones(x.shape[:2], np.int64) for x in given.features]
+        counted[1][b // 2] = 0
+        bad["a document without tokens"] = dict(zip(MASKS, counted, strict=True))
+    for label, keywords in bad.items():
         try:
-            found = trial.other(replace(trial.case, arguments=replace(given, keywords=masks))).run()
-        except (ValueError, IndexError, RuntimeError):
-            yield "a document without tokens", NOTHING
-            return
-        number = np.isfinite(found.loss).all()
-        yield "a document without tokens", wrong("a number, where nothing is right") if number else NOTHING
-        return
-    for bad in (-1, b, -b):
-        positives = np.arange(b)
-        positives[b // 2] = bad
-        label = f"a positive of {bad} among {b} columns"
-        here = trial.other(replace(trial.case, arguments=replace(given, keywords={"positives": positives})))
-        try:
-            found = here.run()
+            found = trial.other(replace(trial.case, arguments=replace(given, keywords=keywords))).run()
         except (ValueError, IndexError, RuntimeError):
             yield label, NOTHING
             continue
         numbers = [np.asarray(x) for x in (found.loss, *found.gradients) if x is not None]
-        yield label, NOTHING if all(np.isnan(x).any() for x in numbers) else wrong("a number, where nothing is right")
+        said = not np.isfinite(found.loss) if masks else all(np.isnan(x).any() for x in numbers)
+        yield label, NOTHING if said else wrong("a number, where nothing is right")
 
 
 def ties(trial: LossTrial) -> Comparisons:

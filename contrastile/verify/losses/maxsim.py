@@ -10,7 +10,7 @@ import numpy as np
 
 from contrastile.oracle.arrays import FloatArray
 from contrastile.oracle.general import gradients
-from contrastile.oracle.late import nearest_tokens, scores, token_products
+from contrastile.oracle.late import scores
 from contrastile.schedules.problem import Problem
 from contrastile.verify.draws import Draw
 from contrastile.verify.late import Late
@@ -60,9 +60,7 @@ def _found(content: bytes) -> tuple[Problem, Truth]:
     given: Arguments = pickle.loads(content)
     (query, document), masks = given.features, given.keywords
     with np.errstate(all="ignore"):
-        products = token_products(query, document, masks.get("document_mask"))
-        nearest = nearest_tokens(products, masks.get("query_mask"))
-        S = scores(products, nearest)
+        S, products, nearest = scores(query, document, *map(masks.get, MASKS))
         objective = "clip_loss" if given.options.get("symmetric") else "info_nce"
         problem = stated(objective, Arguments((S, np.eye(len(document))), given.scale))
         inner = truth(problem)
