@@ -102,9 +102,8 @@ def _total(backend: Any, oracle: Any, exact: Any) -> Any:
 
 def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: Any, separate_positives: bool) -> Outcome:
     """Both directions share the logits' error; each is derived from its own side's view."""
-    E = logit_error(t, a)
+    E = of_tokens = logit_error(t if t.late is None else replace(t, scale=1.0), a)
     if t.late is not None:
-        of_tokens = logit_error(replace(t, scale=1.0), a)
         E = abs(t.scale) * t.late.score_error(of_tokens, a) + a.tiny
     if problem.margin is not None:
         # s m, and its sum with N; references are those of logits without it
