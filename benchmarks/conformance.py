@@ -59,7 +59,8 @@ SECONDS = 1800
 _AGREE, _DDP = ("value", "gradients", "scale-gradient"), ("ddp-value", "ddp-gradients", "ddp-scale-gradient")
 _EXTREME = ("hot", "certain", "certain@300", "large-logits", "opposite", "one-direction", "staircase", "norm-30")
 _EXTREME += ("scale-0", "negative-scale")
-_RAGGED, _ORDINARY = ("ragged", "wide", "deep", "one-pair"), ("smoke", "aligned", "duplicates", "wordnet")
+_ORDINARY, _RAGGED = ("smoke", "aligned", "duplicates", "wordnet"), ("ragged", "wide", "deep", "one-pair")
+_RAGGED += ("one-token", "many-tokens", "masked", "masked@opposite")
 COLUMNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]] = {
     "value": (("value",), _ORDINARY, (1,)),
     "gradients": (("gradients",), _ORDINARY, (1,)),

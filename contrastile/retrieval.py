@@ -27,7 +27,7 @@ from contrastile.problems import ids_of_both
 from contrastile.reporting import progress as bar
 
 TILE = 2048
-"""Rows and columns of a tile on a CPU."""
+"""Rows and columns of a tile on a CPU, of few columns found; of many a tile of as many products is wider."""
 ENTRIES, WIDE = 2**26, 2**17
 """Products of a tile on a GPU, and its columns: few launches, and few lists of neighbours to merge."""
 HIGH = 2**14
@@ -60,7 +60,7 @@ def ranks(
         row_ids: (m,) integers, given together with column_ids: other columns with the row's id do not count.
         column_ids: (n,) integers.
         group: see ``contrastile.plan.Settings``. Every rank holds the columns of all ranks while it searches.
-        tile: rows and columns of a tile; None takes 2,048, and on a GPU 2^26 products; of 16-bit features on a GPU none
+        tile: rows and columns of a tile; None takes 2^22 products, on a GPU 2^26; of 16-bit features on a GPU none
             are stored where there is Triton.
         progress: whether to show a progress bar on stderr.
 
@@ -256,9 +256,11 @@ class _Search:
         if self._named and (reason := validation.positives(self.positives, len(self.columns))):
             raise ValueError(reason)
         self._high = self._wide = side
-        if tile is None and rows.is_cuda:
-            self._wide = max(1, min(len(self.columns), WIDE))
-            self._high = ENTRIES // self._wide
+        if tile is None:
+            # the more are found in a tile, the less of its time is its products'
+            wide, entries = (WIDE, ENTRIES) if rows.is_cuda else (max(side, 128 * k), side * side)
+            self._wide = max(1, min(len(self.columns), wide))
+            self._high = max(1, entries // self._wide)
         # the products of one tile, by its first row and column: those of positives are needed twice
         self._kept: tuple[tuple[int, int], Tensor] | None = None
         self.dtype: torch.dtype = torch.promote_types(rows.dtype, torch.float32)

@@ -98,6 +98,23 @@ def test_a_fused_search_finds_what_tiles_do(monkeypatch: pytest.MonkeyPatch) -> 
             assert torch.equal(*pair)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of faiss's own
+def test_the_nearest_columns_are_those_of_faiss_s_exact_index() -> None:
+    faiss, k, random = pytest.importorskip("faiss"), 9, torch.Generator().manual_seed(0)
+    # integers, whose products are exact: the order of equal ones alone may differ
+    rows, columns = (torch.randint(-99, 100, (n, 16), generator=random).float() for n in (70, 3000))
+    index = faiss.IndexFlatIP(16)
+    index.add(columns.numpy())
+    theirs, where = map(torch.from_numpy, index.search(rows.numpy(), k + 1))
+    apart = (theirs[:, :-1] != theirs[:, 1:]) & (theirs[:, :-1] != theirs.roll(1, 1)[:, :-1])
+    assert apart.double().mean() > 0.9
+    for tile in (None, 7):
+        values, numbers = retrieval.top_k(rows, columns, k, tile=tile)
+        assert torch.equal(values, theirs[:, :k])
+        assert torch.equal(numbers[apart], where[:, :k][apart])
+
+
 def test_ranks_of_two_widths_are_refused_by_all() -> None:
     def program(communicator: Any) -> Any:
         x = torch.ones(3, 4 + communicator.rank)

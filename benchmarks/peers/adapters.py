@@ -18,6 +18,7 @@ import torch
 from contrastile.bench import plain
 from contrastile.verify.losses import Claims
 from contrastile.verify.losses.cases import BATCHES, MEMORY
+from contrastile.verify.losses.maxsim import MASKS
 from peers import stubs
 
 Loss = Callable[..., Any]
@@ -243,19 +244,43 @@ def colpali_engine(rank: int = 0, world_size: int = 1) -> Loss:
     return lambda query, key, scale: make(temperature=1 / scale)(query, key)
 
 
-@peer("pylate", "", TEMPERATURE, objective="info_nce", normalises=True, scale_gradient=False)
+@peer("pylate", "", TEMPERATURE, objective="maxsim", masks=True, normalises=True, scale_gradient=False)
 def pylate(rank: int = 0, world_size: int = 1) -> Loss:
-    """`Contrastive` of texts of one token."""
+    """`Contrastive` of texts of several tokens."""
     make = module("pylate.losses").Contrastive
 
-    def loss(query: Any, key: Any, scale: float) -> Any:
+    def loss(query: Any, document: Any, scale: float, **masks: Any) -> Any:
         model: Any = torch.nn.Identity()
         model.skiplist, model.do_query_expansion = [], False
-        ones = torch.ones(len(query), 1, dtype=torch.long, device=query.device)
-        texts = [{"token_embeddings": x[:, None], "input_ids": ones, "attention_mask": ones} for x in (query, key)]
+        ones = [torch.ones(x.shape[:2], dtype=torch.long, device=x.device) for x in (query, document)]
+        given = zip((query, document), ones, masks.values() or ones, strict=True)
+        texts = [{"token_embeddings": x, "input_ids": each, "attention_mask": mask} for x, each, mask in given]
         return make(model, temperature=1 / scale)(texts)
 
     return loss
+
+
+@peer("colpali-engine", "", TEMPERATURE, objective="maxsim", masks=True, scale_gradient=False, largest_batch=1024)
+def colpali_engine_tokens(rank: int = 0, world_size: int = 1) -> Loss:
+    """`ColbertLoss`, `normalize_scores=False`."""
+    make = module("colpali_engine.loss.late_interaction_losses").ColbertLoss
+
+    def loss(query: Any, document: Any, scale: float, **masks: Any) -> Any:
+        # "pad tokens must be exactly zero", and there is no argument for a mask
+        texts = [x * masks[name][:, :, None] if masks else x for x, name in zip((query, document), MASKS, strict=True)]
+        return make(temperature=1 / scale, normalize_scores=False)(*texts)
+
+    return loss
+
+
+# the interpreter runs a program for every pair
+@peer("flash-maxsim", INTERPRETED, (MEMORY,), objective="maxsim", largest_batch=6)
+def flash_maxsim(rank: int = 0, world_size: int = 1) -> Loss:
+    """`flash_maxsim_batched_train`, with torch's `cross_entropy`."""
+    one = module("flash_maxsim").flash_maxsim_batched_train
+    return lambda query, document, scale: torch.nn.functional.cross_entropy(
+        one(query, document) * scale, torch.arange(len(query), device=query.device)
+    )
 
 
 @peer("FlagEmbedding", "", TEMPERATURE, objective="info_nce", scale_gradient=False)

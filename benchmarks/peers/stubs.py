@@ -3,7 +3,8 @@
 Some import torchvision, timm, datasets and others at their top, for parts that no loss calls. Where one of
 them is not installed, an empty module stands in for it, whose every attribute is an empty class. Under Triton's
 interpreter (``TRITON_INTERPRET=1``) tensors say that they are on a GPU of compute capability 9.0, for packages that
-check it before they launch a kernel; the kernels themselves are unchanged.
+check it before they launch a kernel, and of several configurations each takes its first; the kernels themselves are
+unchanged.
 """
 
 from __future__ import annotations
@@ -59,9 +60,13 @@ def install() -> tuple[str, ...]:
         sys.meta_path.append(_Finder())  # type: ignore[arg-type]
     if os.environ.get("TRITON_INTERPRET") == "1":
         import torch
+        import triton
 
+        tuned = triton.autotune
+        triton.autotune = lambda configs, *more, **named: tuned(configs[:1], *more, **named)
         torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment, method-assign]
         torch.cuda.get_device_capability = lambda device=None: (9, 0)
+        torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(name="H100")
     return missing
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from contrastile.bench.peers import Implementation
 from contrastile.bench.workloads import Workload, features
 from contrastile.verify.comparison import Worst
-from contrastile.verify.losses.cases import Batch, LossCase, rounded
+from contrastile.verify.losses.arguments import rounded
+from contrastile.verify.losses.cases import Batch, LossCase
 from contrastile.verify.losses.properties import LossTrial
 from contrastile.verify.trial import SkipError
 

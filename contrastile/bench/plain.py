@@ -39,3 +39,18 @@ def sup_con(features: Any, labels: Any, scale: Any) -> Any:
     same = (labels[:, None] == labels).fill_diagonal_(False)
     count = same.sum(1)
     return -(log_p.masked_fill(~same, 0).sum(1) / count.clamp(min=1)).sum() / (count > 0).sum().clamp(min=1)
+
+
+def maxsim(
+    query: Any, document: Any, scale: Any, query_mask: Any = None, document_mask: Any = None, symmetric: bool = False
+) -> Any:
+    """ColBERT's scores of (b, tokens, d), in ColBERTv2's cross entropy with in-batch negatives."""
+    products = torch.einsum("iad,jbd->ijab", query, document)
+    if document_mask is not None:
+        products = products.masked_fill(document_mask[None, :, None] == 0, -torch.inf)
+    nearest = products.amax(3)
+    if query_mask is not None:
+        nearest = nearest.masked_fill(query_mask[:, None] == 0, 0)
+    logits, target = scale * nearest.sum(2), torch.arange(len(query), device=query.device)
+    one = functional.cross_entropy(logits, target)
+    return (one + functional.cross_entropy(logits.T, target)) / 2 if symmetric else one

@@ -110,6 +110,10 @@ class Arithmetic:
         chain = gamma(a.accumulate_unit * a.depth(terms) + a.unit * (1 + roundings)) if terms else 0.0
         return float((1 + a.input_rounding) ** 2 * (1 + chain) - 1)
 
+    def float64_sum(self, x: FloatArray) -> float:
+        """Relative error of the float64 sums over the rows and columns of x, against the sum of magnitudes."""
+        return gamma(UNIT["float64"] * (sum(x.shape) + 4 + self.totals))
+
     def cast(self, exact: FloatArray, error: FloatArray) -> FloatArray:
         """The error of a value, known to ``error``, after its one cast from the state to a coarser feature dtype."""
         if UNIT[self.dtype] <= self.accuracy.unit:

@@ -24,7 +24,8 @@ away from the truth, so the bound stays the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,9 @@ def _total(backend: Any, oracle: Any, exact: Any) -> Any:
 
 def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: Any, separate_positives: bool) -> Outcome:
     """Both directions share the logits' error; each is derived from its own side's view."""
-    E = logit_error(t, a)
+    E = of_tokens = logit_error(t if t.late is None else replace(t, scale=1.0), a)
+    if t.late is not None:
+        E = abs(t.scale) * t.late.score_error(of_tokens, a) + a.tiny
     if problem.margin is not None:
         # s m, and its sum with N; references are those of logits without it
         E = E + 8 * a.accuracy.unit * abs(t.scale * problem.margin)
@@ -127,7 +130,8 @@ def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: Any, separate_
             weight = upstream * np.abs(side.weight)
         whole += part
         largest = max(largest, weight.max(initial=0.0))
-    gradient = gradient_bounds(problem, t, dG, largest, a)
+    bound = partial(gradient_bounds, problem, t, largest=largest, a=a)
+    gradient = bound(dG) if t.late is None else t.late.gradient_bounds(bound, dG, of_tokens, a)
     statistics = np.concatenate(errors, axis=1)
     if problem.kind == "statistics":
         return Outcome(loss=statistics, statistics=statistics, **gradient)
@@ -190,18 +194,13 @@ def _sigmoid(problem: Problem, t: Truth, a: Arithmetic, upstream: Any) -> Outcom
     loss = float(np.where(weight == 0, 0.0, weight * row_loss).sum())
     magnitude = np.abs(t.G) + dG
     chain = gamma(u * (a.over_columns.tile + a.over_columns.parts + 2))
-    bias = dG.sum() + (chain + _float64_sum(t, a)) * magnitude.sum()
+    bias = dG.sum() + (chain + a.float64_sum(t.x)) * magnitude.sum()
     gradient = gradient_bounds(problem, t, dG, upstream * weight.max(initial=0.0), a)
     return Outcome(
         loss=float64(loss + u * (abs(t.outcome.loss) + loss) + a.tiny),
         bias=_over_ranks(t.G.sum(axis=1), bias, a),
         **gradient,
     )
-
-
-def _float64_sum(t: Truth, a: Arithmetic) -> float:
-    """Relative error of the float64 sums over rows and columns, against the sum of magnitudes."""
-    return gamma(UNIT["float64"] * (sum(t.x.shape) + 4 + a.totals))
 
 
 def logit_error(t: Truth, a: Arithmetic) -> FloatArray:
@@ -425,7 +424,7 @@ def _sigmoid_errors(t: Truth, E: FloatArray, weight: FloatArray, a: Arithmetic) 
     inexact = (1 + 6 * u) * E
     evaluated = np.log1p(np.exp(-np.abs(at))) * np.expm1(u * (3 * np.abs(at) + 2 * c)) + u * value + a.tiny
     dvalue = np.where(t.admitted, (np.log1p(slope * np.expm1(inexact)) + evaluated) * (1 + 4 * u), 0.0)
-    length = gamma(u * (a.over_columns.tile + a.over_columns.parts)) + _float64_sum(t, a)
+    length = gamma(u * (a.over_columns.tile + a.over_columns.parts)) + a.float64_sum(t.x)
     row_loss = (dvalue + length * (np.where(t.admitted, value, 0.0) + dvalue)).sum(axis=1)
     dslope = np.minimum(slope, sigma(-at)) * np.expm1(inexact + u * 3 * np.abs(at))
     dslope = dslope + gamma(u * (c + 4)) * (slope + dslope) + a.tiny
@@ -483,7 +482,7 @@ def _scale_error(t: Truth, moved: FloatArray, row_error: FloatArray, a: Arithmet
     u, width = a.accuracy.unit, t.q.shape[1]
     relative = a.product(a.over_columns.longest, a.over_columns.parts)
     error = (moved * np.abs(t.products)).sum() + relative * ((np.abs(t.G) + moved) * t.magnitudes).sum()
-    inner = gamma(u * (width + 1)) + _float64_sum(t, a)
+    inner = gamma(u * (width + 1)) + a.float64_sum(t.x)
     error += inner * (np.abs(t.q) * (np.abs(t.row_sum) + row_error)).sum() + t.q.size * (len(t.k) + 1) * a.tiny
     return _over_ranks((t.q * t.row_sum).sum(axis=1), error, a)
 

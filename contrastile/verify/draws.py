@@ -32,7 +32,7 @@ wordnet_pairs = cache(load_wordnet_pairs)
 
 
 def unit(x: FloatArray) -> FloatArray:
-    return float64(x / np.linalg.norm(x, axis=1, keepdims=True))
+    return float64(x / np.linalg.norm(x, axis=-1, keepdims=True))
 
 
 def normals(draw: Draw, m: int, n: int, d: int) -> Pairs:

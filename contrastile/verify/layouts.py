@@ -32,7 +32,7 @@ def guard_bands(arrays: ArrayLibrary, x: Array, fill: float) -> tuple[Array, Arr
 def transposed(arrays: ArrayLibrary, x: Array, fill: float) -> tuple[Array, Array]:
     """Column-major matrices; vectors stay as they are."""
     buffer = _filled(arrays, tuple(reversed(x.shape)), fill, x)
-    return buffer, buffer.T if len(x.shape) > 1 else buffer
+    return buffer, buffer.swapaxes(0, -1)
 
 
 def every_other(arrays: ArrayLibrary, x: Array, fill: float) -> tuple[Array, Array]:

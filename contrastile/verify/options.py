@@ -32,7 +32,10 @@ QUICK_CASES = (
     *("batch-doubling", "peak-memory", "drawn", "front-door", "mistakes", "sharded"),
     *(f"public-losses:{interface}, calls" for interface in ("the function", "value_and_grad", "nn", "cached_step")),
 )
-QUICK_LOSS_CASES = ("smoke", "ragged", "wide", "hot", "certain", "opposite", "labels", "nan", "calls")
+QUICK_LOSS_CASES = (
+    *("smoke", "ragged", "wide", "hot", "certain", "opposite", "labels", "nan", "calls"),
+    *("many-tokens", "masked", "masked@opposite"),
+)
 QUICK_DTYPES = ("float32", "bfloat16")
 QUICK_EXAMPLES = 20
 """What ``--quick`` runs where the command says nothing else."""

@@ -15,10 +15,9 @@ from contrastile.schedules.placement import SCHEDULES, Shards
 from contrastile.verify import statistics
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
 from contrastile.verify.losses import allowed
-from contrastile.verify.losses.arguments import Arguments
+from contrastile.verify.losses.arguments import FORMS, Arguments
 from contrastile.verify.losses.calling import PROPERTIES as OF_A_LOSS
 from contrastile.verify.losses.cases import BATCHES, CALLS, OPTIONS, Batch, LossCase, build, concerns, formed, moved
-from contrastile.verify.losses.claims import OBJECTIVES
 from contrastile.verify.losses.ours import OF_ARRAYS, OF_TENSORS, Interface, both, function, interfaces, of_interface
 from contrastile.verify.losses.properties import UPSTREAM, LossTrial, compared
 from contrastile.verify.losses.subject import Loss, Result, prepare
@@ -291,7 +290,7 @@ PROPERTIES = (
             CASE,
             f"The public {name} is right by each interface, however it is called, and its results are the caller's.",
         )
-        for name in OBJECTIVES
+        for name in FORMS
     ),
     Property("public-training", training, CASE),
     Property("public-refusals", refusals, CASE, parts=False),
@@ -306,7 +305,7 @@ OVER_RANKS = (
             RANKS_CASE,
             f"The public {name} with a group gives the loss and gradients of the joined batch.",
         )
-        for name in OBJECTIVES
+        for name in FORMS
     ),
     statistics.OVER_RANKS,
 )

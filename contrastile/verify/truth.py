@@ -22,6 +22,7 @@ from contrastile.oracle.general import (
 from contrastile.oracle.pairs import Pairs
 from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigma, sigmoid_terms, softplus
 from contrastile.schedules.problem import Problem
+from contrastile.verify.late import Late
 
 _FEW_PAIRS = 1 << 13
 
@@ -116,6 +117,7 @@ class Truth:
         row_sum: (m, d) G K.
         column_sum: (n, d) G^T Q.
         sides: the row direction and, if there is one, the column direction; none of the sigmoid loss.
+        late: of a MaxSim loss its tokens: q, k, products, G and the sums are of tokens, and all else is of texts.
         bounds: cache of ``bounds.bounds``: the errors of each arithmetic, the oracle's own among them.
     """
 
@@ -132,6 +134,7 @@ class Truth:
     row_sum: FloatArray
     column_sum: FloatArray
     sides: list[Direction]
+    late: Late | None = None
     bounds: dict[Any, Outcome] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property

@@ -11,15 +11,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from contrastile.backends.contract import Accuracy, Options
 from contrastile.backends.registry import load
+from contrastile.bench.plain import maxsim
 from contrastile.schedules.problem import Problem
 from contrastile.verify.arithmetic import gamma
 from contrastile.verify.bounds import bounds
 from contrastile.verify.cases import build
 from contrastile.verify.comparison import GRADIENT, compare, parts
 from contrastile.verify.execution import outcome
+from contrastile.verify.losses import Claims, Loss
+from contrastile.verify.losses.arguments import Arguments, rounded
+from contrastile.verify.losses.cases import BATCHES, LossCase
+from contrastile.verify.losses.maxsim import MASKS
+from contrastile.verify.losses.properties import LossTrial
 from contrastile.verify.plain import NOISIER, compare_with_plain, plain_outcome
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Truth, truth
@@ -188,3 +196,22 @@ def test_twice_the_plain_computation_s_error_is_the_limit_on_a_host_and_three_ti
     ]
     assert ratios[1] > 0
     assert ratios[0] == pytest.approx(ratios[1] * 3 / 2)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@given(seed=st.integers(0, 2**32 - 1), sizes=st.tuples(*[st.integers(1, 5)] * 4), coarse=st.booleans())
+def test_a_plain_maxsim_is_within_its_bounds_on_drawn_texts(
+    dtype: str, seed: int, sizes: tuple[int, ...], coarse: bool
+) -> None:
+    draw = np.random.default_rng(seed)
+    b, q, t, d = sizes
+    features = draw.standard_normal((b, q, d)), draw.standard_normal((b, t, d))
+    if coarse:
+        # many products of small integers are equal
+        features = tuple(np.round(x) for x in features)
+    masks = [np.maximum(draw.integers(0, 2, x.shape[:2]), np.arange(x.shape[1]) == 0) for x in features]
+    arguments = Arguments(features, draw.uniform(-30, 30), keywords=dict(zip(MASKS, masks, strict=True)))
+    claims = Claims(objective="maxsim", masks=True, dtypes=(dtype,))
+    case = LossCase(replace(BATCHES["masked"], name="drawn"), dtype, rounded(arguments, dtype), claims)
+    trial = LossTrial(Loss.of(maxsim, claims), case)
+    assert trial.compare(trial.result, trial.fields).ratio < 1

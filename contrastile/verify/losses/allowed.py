@@ -14,6 +14,7 @@ rounds that a backend does not, u being the state's unit roundoff:
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 
@@ -89,6 +90,13 @@ def _plain(case: LossCase, multiplied: bool, spread: Spread | None) -> Outcome:
     if claims.normalises:
         rounding = accuracy.input_rounding + gamma((t.q.shape[1] / 2 + 4) * u)
         accuracy = replace(accuracy, input_rounding=rounding)
+    if t.late is not None:
+        _, q, _, per_text = t.late.products.shape
+        # so often a sum of maxima is rounded
+        more, own = math.ceil(q * u / accuracy.unit), accuracy.depth
+        accuracy = replace(accuracy, depth=lambda k: own(k) + more)
+        of = spread or Spread((), ())
+        spread = spread and Spread(tuple(q * x for x in of.rows), tuple(per_text * x for x in of.blocks))
     found = bounds(case.problem, t, accuracy, dtype, spread=spread, separate_positives=False)
     # elementwise results, and sums of so many terms
     weights = gamma((4 + 2 * ranks) * u + 2 * multiplied * max(u, UNIT[dtype]))
@@ -145,6 +153,6 @@ def _through_norms(case: LossCase, x: Outcome, exact: Outcome, rounding: float |
         size = g + rounding * (np.abs(np.nan_to_num(value)) + g)
         return float64((size + np.abs(y) * (size * np.abs(y)).sum(axis=1, keepdims=True)) / length)
 
-    given = *case.arguments.features, *case.arguments.negatives
+    given = (x.reshape(-1, x.shape[-1]) for x in (*case.arguments.features, *case.arguments.negatives))
     rows, *columns = map(back, given, _features(x), _features(exact))
     return replace(x, rows=rows, columns=tuple(columns))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.oracle import named
 from contrastile.oracle.arrays import FloatArray, IntArray, float64
 from contrastile.oracle.pairs import target_weights
 from contrastile.schedules.problem import Problem
-from contrastile.verify.draws import Draw, certain_pairs, pairs, signs, unit
+from contrastile.verify.draws import FAR, Draw, certain_pairs, pairs, signs, unit
 from contrastile.verify.rearrange import folded, split
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Outcome, Owned
@@ -35,11 +36,12 @@ class Arguments:
     """What a loss is called with, as NumPy arrays in float64.
 
     Attributes:
-        features: (image, text), (query, key), (view_a, view_b), each (b, d); or SupCon's (features,).
+        features: (image, text), (query, key), (view_a, view_b), each (b, d); or SupCon's (features,); or of MaxSim
+            a query (b, q, d) and a document (b, t, d).
         scale: a number that multiplies the dot products.
         labels: (b,) of SupCon, None elsewhere.
         bias: of the sigmoid loss; None elsewhere, and for its default.
-        keywords: of integers: ids, positives, row_ids, column_ids, negative_counts.
+        keywords: of integers: ids, positives, row_ids, column_ids, negative_counts; and masks.
         negatives: of info_nce, (r, d); or (b, k, d), which come last.
         joined: whether the negatives are given as one tensor, and not as a sequence.
         weights: (b,) of the mean; None for none.
@@ -82,6 +84,40 @@ def with_own(draw: Draw, given: Arguments) -> Arguments:
     own[np.arange(k) >= counts[:, None]] = np.nan
     keywords = {**given.keywords, "negative_counts": counts}
     return replace(given, negatives=(*given.negatives, own), keywords=keywords)
+
+
+def labelled(names: Callable[[Draw, int], np.ndarray]) -> Callable[[Draw, Arguments], Arguments]:
+    """Labels of one, two and many samples, in no order."""
+
+    def make(draw: Draw, given: Arguments) -> Arguments:
+        b = len(given.features[0])
+        groups = np.minimum(np.arange(b) // 2, b // 3)
+        groups[: b // 4] = b + np.arange(b // 4)
+        _, place = np.unique(draw.permutation(groups), return_inverse=True)
+        return replace(given, labels=np.asarray(names(draw, place.max() + 1)[place], np.int64))
+
+    return make
+
+
+def distinct(draw: Draw, count: int) -> np.ndarray:
+    """Labels, no two equal: those of ``FAR``, and then negative ones and such as floats do not tell apart."""
+    more = np.concatenate([2**60 + np.arange(count), -np.arange(2, count + 2) * 2**32])
+    return draw.permutation(np.unique(np.concatenate([FAR, more])))[:count]
+
+
+def normalised(given: Arguments) -> Arguments:
+    features, negatives = (tuple(map(unit, x)) for x in (given.features, given.negatives))
+    return replace(given, features=features, negatives=negatives)
+
+
+def rounded(given: Arguments, dtype: str, facts: Accuracy | None = None) -> Arguments:
+    """The arguments in numbers that features of this dtype, and numbers of float32 or a backend's state, hold."""
+    state = "float32" if facts is None else state_dtype(dtype)
+    features, negatives = (tuple(round_to(x, dtype) for x in xs) for xs in (given.features, given.negatives))
+    bias = None if given.bias is None else float(round_to(given.bias, state))
+    scale = float(round_to(given.scale, state))
+    weights = None if given.weights is None else float64(round_to(given.weights, state))
+    return replace(given, features=features, negatives=negatives, scale=scale, bias=bias, weights=weights)
 
 
 _APART, _ALONE = {"share_negatives": False}, {"in_batch": False}

@@ -15,8 +15,9 @@ from contrastile.backends.contract import Array, state_dtype
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
 from contrastile.verify.draws import FAR
 from contrastile.verify.losses import allowed, repeating
-from contrastile.verify.losses.cases import CALLS, HIGH, build, rounded
-from contrastile.verify.losses.claims import Claims
+from contrastile.verify.losses.arguments import rounded
+from contrastile.verify.losses.cases import CALLS, HIGH, build
+from contrastile.verify.losses.maxsim import MASKS
 from contrastile.verify.losses.properties import ONE_CALL, LossProperty, LossTrial, by_autograd, claimed
 from contrastile.verify.losses.repeating import numbered
 from contrastile.verify.rounding import UNIT, round_to
@@ -29,7 +30,7 @@ _BIASES = -2.7, -3.1, 2.0, -40.1
 def leaves(trial: LossTrial) -> Comparisons:
     """The gradients are right whichever of them are wanted, with a scale that is a tensor or a number."""
     case, claims = trial.case, trial.loss.claims
-    rows, width = case.arguments.features[0].shape
+    rows, width = trial.shape
     # of shapes that no call has had: the first wants least
     trial = trial.resized(claims.batch(rows + 1) or rows, width, 6)
     given = trial.case.arguments
@@ -181,6 +182,8 @@ def aliases(trial: LossTrial) -> Comparisons:
         found = call.finish(call())
         found = replace(found, columns=same.result.columns)
         yield "a tensor and itself detached", same.compare(found, trial.fields)
+    if len({x.shape for x in given.features}) > 1:
+        return
     call = trial.call()
     joined = trial.loss.arrays.concat([x.detach() if hasattr(x, "detach") else x for x in call.leaves])
     b = len(given.features[0])
@@ -303,27 +306,46 @@ def integers(trial: LossTrial) -> Comparisons:
 
 
 def refusals(trial: LossTrial) -> Comparisons:
-    """A positive that is no column is an error, or makes NaN of the loss and of every gradient."""
-    given = trial.case.arguments
-    b = len(given.features[0])
-    for bad in (-1, b, -b):
-        positives = np.arange(b)
-        positives[b // 2] = bad
-        label = f"a positive of {bad} among {b} columns"
-        here = trial.other(replace(trial.case, arguments=replace(given, keywords={"positives": positives})))
+    """A positive that is no column is an error, or makes NaN of the loss and of every gradient.
+
+    So is a document of which no token counts; else the loss is no finite number.
+    """
+    given, masks = trial.case.arguments, trial.loss.claims.masks
+    b, bad = len(given.features[0]), dict[str, dict[str, np.ndarray]]()
+    for place in () if masks else (-1, b, -b):
+        bad[f"a positive of {place} among {b} columns"] = {
+            "positives": np.where(np.arange(b) == b // 2, place, np.arange(b))
+        }
+    if masks:
+        counted = [np.ones(x.shape[:2], np.int64) for x in given.features]
+        counted[1][b // 2] = 0
+        bad["a document without tokens"] = dict(zip(MASKS, counted, strict=True))
+    for label, keywords in bad.items():
         try:
-            found = here.run()
+            found = trial.other(replace(trial.case, arguments=replace(given, keywords=keywords))).run()
         except (ValueError, IndexError, RuntimeError):
             yield label, NOTHING
             continue
         numbers = [np.asarray(x) for x in (found.loss, *found.gradients) if x is not None]
-        yield label, NOTHING if all(np.isnan(x).any() for x in numbers) else wrong("a number, where nothing is right")
+        said = not np.isfinite(found.loss) if masks else all(np.isnan(x).any() for x in numbers)
+        yield label, NOTHING if said else wrong("a number, where nothing is right")
+
+
+def ties(trial: LossTrial) -> Comparisons:
+    """Of a token that a document has twice, both gradients together are that of one."""
+    query, document = trial.case.arguments.features
+    given = replace(trial.case.arguments, features=(query, np.concatenate([document, document], axis=1)))
+    found = trial.other(replace(trial.case, arguments=given)).run()
+    if found.columns and found.columns[0] is not None:
+        b, t, d = document.shape
+        found = replace(found, columns=(found.columns[0].reshape(b, 2, t, d).sum(axis=1).reshape(b * t, d),))
+    yield "", trial.compare(found, trial.fields)
 
 
 def queues(trial: LossTrial) -> Comparisons:
     """Negatives may be a tuple, one array twice, the key again, or empty, and learn whatever the query does."""
     case = trial.case
-    rows, width = case.arguments.features[0].shape
+    rows, width = trial.shape
     hard = build("negatives", case.dtype, case.claims, case.facts).arguments.negatives[0]
     first, second = (hard[at : at + rows, :width] for at in (0, 2))
     key, nothing = case.arguments.features[1], np.zeros((0, width))
@@ -351,18 +373,6 @@ def queues(trial: LossTrial) -> Comparisons:
             yield f"{label}, the query frozen", NOTHING if frozen.columns[1] is not None else wrong("no gradient")
 
 
-def _retained(claims: Claims) -> str:
-    return by_autograd(claims) or claimed("retains", "a graph that is retained")(claims)
-
-
-def _autocast(claims: Claims) -> str:
-    return claimed("autocast", "the caller's autocast")(claims) if claims.library == "torch" else "torch tensors"
-
-
-def _integers(claims: Claims) -> str:
-    return "" if claims.ids or claims.objective == "sup_con" else "integers"
-
-
 REPEATED = {
     each.name: each
     for each in (
@@ -370,18 +380,31 @@ REPEATED = {
         LossProperty("numbers", numbers, CALLS, claim=claimed("numbers", "numbers, or tensors of shape (1,)")),
         LossProperty("interleaved", repeating.interleaved, CALLS),
         LossProperty("rewritten", repeating.rewritten, CALLS),
-        LossProperty("retained", repeating.retained, CALLS, claim=_retained),
+        LossProperty(
+            "retained",
+            *(repeating.retained, CALLS),
+            claim=lambda x: by_autograd(x) or claimed("retains", "a graph that is retained")(x),
+        ),
         LossProperty("aliases", aliases, CALLS),
-        LossProperty("autocast", autocast, CALLS, claim=_autocast),
+        LossProperty(
+            "autocast",
+            *(autocast, CALLS),
+            claim=claimed(lambda x: x.autocast and x.library == "torch", "torch tensors and the caller's autocast"),
+        ),
         LossProperty(
             "settings", repeating.settings, CALLS, claim=claimed("deterministic", "the same bits for the same inputs")
         ),
         LossProperty("repeats", repeating.repeats, CALLS),
         LossProperty("leaks", repeating.leaks, CALLS),
-        LossProperty("integers", integers, CALLS, claim=_integers),
+        LossProperty(
+            "integers", integers, CALLS, claim=claimed(lambda x: x.ids or x.objective == "sup_con", "integers")
+        ),
         LossProperty("queues", queues, CALLS, claim=claimed("negatives", "negatives")),
         LossProperty("threads", repeating.threads, CALLS),
-        LossProperty("refusals", refusals, CALLS, claim=claimed("positives", "positives")),
+        LossProperty(
+            "refusals", refusals, CALLS, claim=claimed(lambda x: x.positives or x.masks, "positives, or masks")
+        ),
+        LossProperty("ties", ties, CALLS, claim=claimed(lambda x: x.objective == "maxsim", "tokens")),
     )
 }
 """The properties of several calls, by name."""

@@ -18,9 +18,20 @@ from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.oracle.arrays import float64
 from contrastile.schedules.problem import Problem
 from contrastile.verify.draws import FAR, TRAINED, Draw, Pairs, certain_pairs, pairs, steps, unit, units, wordnet_pairs
-from contrastile.verify.losses.arguments import OWN_NEGATIVES, Arguments, guided, hard, stated, with_own
+from contrastile.verify.losses.arguments import (
+    OWN_NEGATIVES,
+    Arguments,
+    distinct,
+    guided,
+    hard,
+    labelled,
+    normalised,
+    rounded,
+    stated,
+    with_own,
+)
 from contrastile.verify.losses.claims import KEYWORDS, Claims
-from contrastile.verify.rounding import round_to
+from contrastile.verify.losses.maxsim import masked, of_pairs, problem_and_truth
 from contrastile.verify.truth import Truth, truth
 
 MEMORY, SIZES, CALLS = "memory", "sizes", "calls"
@@ -154,25 +165,6 @@ def _queue(draw: Draw, given: Arguments) -> Arguments:
     return _with(given, row_ids=ids[:b], column_ids=ids[b:])
 
 
-def _labels(names: Callable[[Draw, int], np.ndarray]) -> Callable[[Draw, Arguments], Arguments]:
-    """Labels of one, two and many samples, in no order."""
-
-    def make(draw: Draw, given: Arguments) -> Arguments:
-        b = len(given.features[0])
-        groups = np.minimum(np.arange(b) // 2, b // 3)
-        groups[: b // 4] = b + np.arange(b // 4)
-        _, place = np.unique(draw.permutation(groups), return_inverse=True)
-        return replace(given, labels=np.asarray(names(draw, place.max() + 1)[place], np.int64))
-
-    return make
-
-
-def _names(draw: Draw, count: int) -> np.ndarray:
-    """Different labels: those of ``FAR``, and then negative ones and such as floats do not tell apart."""
-    more = np.concatenate([2**60 + np.arange(count), -np.arange(2, count + 2) * 2**32])
-    return draw.permutation(np.unique(np.concatenate([FAR, more])))[:count]
-
-
 def _optional(
     *makes: Callable[[Draw, Arguments], Arguments], weighted: bool = True, **options: Any
 ) -> Callable[[Draw, Arguments], Arguments]:
@@ -288,6 +280,17 @@ _OPTIONS = (
 OPTIONS = tuple(each.name for each in _OPTIONS)
 """The cases of options that contrastile's own functions have."""
 
+_MAXSIM = tuple(
+    replace(_option(name, about, HIGH, ("maxsim",), make), draw=draw, keyword=keyword)
+    for name, about, make, draw, keyword in (
+        ("one-token", "MaxSim of one token for each text", lambda _, given: of_pairs(given, (1, 1)), pairs, ""),
+        ("many-tokens", "17 tokens against 33", lambda _, given: of_pairs(given, (17, 33)), pairs, ""),
+        ("symmetric", "both directions", lambda _, x: replace(x, options={"symmetric": True}), pairs, "options"),
+        ("masked", "tokens that do not count are the nearest", masked, pairs, "masks"),
+        ("masked@opposite", "beside products below 0", masked, _apart, "masks"),
+    )
+)
+
 BATCHES = {
     each.name: each
     for each in (
@@ -329,16 +332,17 @@ BATCHES = {
         Batch(
             "labels",
             "labels of one, two and many samples, in no order: those without a partner are negatives alone",
-            *(41, 40, HIGH, _unpaired, 1.0, "labels", _labels(lambda draw, count: draw.permutation(count))),
+            *(41, 40, HIGH, _unpaired, 1.0, "labels", labelled(lambda draw, count: draw.permutation(count))),
         ),
         Batch(
             "labels@far",
             "300 labels beyond 32 bits, below 0 or equal as floats",
-            *(301, 24, HIGH, _unpaired, 1.0, "labels", _labels(_names)),
+            *(301, 24, HIGH, _unpaired, 1.0, "labels", labelled(distinct)),
         ),
         Batch(
             "bias", "a positive bias", 37, 40, HIGH, pairs, 1.0, "bias", lambda draw, given: replace(given, bias=2.7)
         ),
+        *_MAXSIM,
         Batch("wordnet", "real sentence embeddings at CLIP's final scale", 1021, 384, 100.0, _real),
         Batch(
             "nan", "a NaN in one feature: the loss is NaN, never a number and never a hang", 19, 24, 10.0, _not_a_number
@@ -382,16 +386,18 @@ class LossCase:
 
         A backend is given weights, so those are rounded as it is given them.
         """
-        given = self.arguments
-        if self.claims.normalises:
-            features, negatives = (tuple(map(unit, x)) for x in (given.features, given.negatives))
-            given = replace(given, features=features, negatives=negatives)
+        if self.claims.objective == "maxsim":
+            return problem_and_truth(self._given)[0]
         weights = "float64" if self.facts is None else state_dtype(self.dtype)
-        return stated(self.claims.objective, given, weights)
+        return stated(self.claims.objective, self._given, weights)
 
     @property
     def oracle(self) -> Truth:
-        return truth(self.problem)
+        return problem_and_truth(self._given)[1] if self.claims.objective == "maxsim" else truth(self.problem)
+
+    @property
+    def _given(self) -> Arguments:
+        return normalised(self.arguments) if self.claims.normalises else self.arguments
 
 
 def concerns(name: str, prop: str, own: str | None, objective: str) -> bool:
@@ -436,8 +442,9 @@ def build(name: str, dtype: str, claims: Claims, facts: Accuracy | None = None, 
     if "positives" in case.arguments.keywords and not claims.positives:
         raise ValueError("positives")
     features = case.arguments.features[0], case.arguments.features[-1]
-    longest = [np.nanmax(np.linalg.norm(x, axis=1)) for x in features]
-    largest = abs(case.arguments.scale) * longest[0] * longest[1]
+    longest = [np.nanmax(np.linalg.norm(x, axis=-1)) for x in features]
+    terms = features[0].shape[1] if claims.objective == "maxsim" else 1
+    largest = terms * abs(case.arguments.scale) * longest[0] * longest[1]
     if claims.largest_logit is not None and largest > claims.largest_logit:
         raise ValueError(f"logits of {largest:.3g}")
     if largest > {"float16": 65504.0}.get(case.state, np.inf) / 2:
@@ -456,16 +463,6 @@ def formed(
     if claims.objective == "info_nce" and "ids" in given.keywords:
         given = _with(given, row_ids=given.keywords["ids"], column_ids=given.keywords["ids"])
     return LossCase(batch, dtype, rounded(given, dtype, facts), claims, facts)
-
-
-def rounded(given: Arguments, dtype: str, facts: Accuracy | None = None) -> Arguments:
-    """The arguments in numbers that features of this dtype, and numbers of float32 or a backend's state, hold."""
-    state = "float32" if facts is None else state_dtype(dtype)
-    features, negatives = (tuple(round_to(x, dtype) for x in xs) for xs in (given.features, given.negatives))
-    bias = None if given.bias is None else float(round_to(given.bias, state))
-    scale = float(round_to(given.scale, state))
-    weights = None if given.weights is None else float64(round_to(given.weights, state))
-    return replace(given, features=features, negatives=negatives, scale=scale, bias=bias, weights=weights)
 
 
 def sized(
@@ -490,6 +487,8 @@ def _arguments(objective: str, given: Arguments) -> Arguments:
     if objective == "sigmoid_loss":
         # SigLIP starts at scale 10 and bias -10
         return replace(given, bias=-abs(given.scale))
+    if objective == "maxsim":
+        return of_pairs(given)
     if objective == "sup_con":
         # half of them as both samples of a class, of which some are joined
         b = len(given.features[0])

@@ -10,13 +10,14 @@ from typing import Any
 from contrastile.backends.arrays import FLOATS
 from contrastile.backends.contract import PRECISIONS
 
-OBJECTIVES = ("clip_loss", "info_nce", "sigmoid_loss", "nt_xent", "sup_con")
-"""What a loss may compute: the losses of the front door, whose positional arguments it takes."""
+OBJECTIVES = ("clip_loss", "info_nce", "sigmoid_loss", "nt_xent", "sup_con", "maxsim")
+"""What a loss may compute: the losses of the front door, whose positional arguments it takes, and ``oracle.late``'s."""
 
 KEYWORDS = {
     "ids": ("clip_loss", "info_nce", "sigmoid_loss"),
     "negatives": ("info_nce",),
     "positives": ("info_nce",),
+    "masks": ("maxsim",),
     "options": OBJECTIVES,
 }
 """The claims of keyword arguments, and the objectives that have them."""
@@ -34,7 +35,7 @@ class Claims:
     """What a loss claims. A mapping of these names, as a loss's attribute ``claims``, says the same.
 
     Attributes:
-        objective: one of ``OBJECTIVES``. "info_nce" is one direction.
+        objective: one of ``OBJECTIVES``. "info_nce" is one direction, and "maxsim" too, of features (b, tokens, d).
         library: whose arrays it takes, "torch", "numpy" or "cupy".
         returns_gradients: whether it returns ``(loss, gradients...)``, one gradient for each differentiable argument in
             their order, None for one that is not claimed. Of torch tensors it returns the loss alone where False, and
@@ -52,7 +53,10 @@ class Claims:
         negatives: whether info_nce has a keyword ``negatives``, a tensor or a sequence of them, either of which may be
             empty.
         positives: whether info_nce has a keyword ``positives``, (b,), each among the columns of key and negatives.
-        options: whether it has the other keywords of contrastile's own function: ids_are, weights, margin and the like.
+        masks: whether maxsim has keywords ``query_mask``, (b, q), and ``document_mask``, (b, t): integers, 1 where a
+            token counts and 0 elsewhere.
+        options: whether it has the other keywords of contrastile's own function: ids_are, weights, margin and the like;
+            and of maxsim ``symmetric``.
         integers: dtypes of ids, positives and labels.
         normalises: whether it divides the features by their norms first. They are given with norms near 1.
         strided: whether it takes features that are not contiguous.
@@ -86,6 +90,7 @@ class Claims:
     ids: bool = False
     negatives: bool = False
     positives: bool = False
+    masks: bool = False
     options: bool = False
     integers: tuple[str, ...] = ("int64",)
     normalises: bool = False

@@ -97,6 +97,12 @@ class LossTrial:
         """The worst element, with the names that the caller knows."""
         return compared(self.case, found, allowed.expected(self.case, upstream), self.bound(upstream), fields)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many rows or texts there are, and features of each vector."""
+        features = self.case.arguments.features[0]
+        return len(features), features.shape[-1]
+
     def other(self, case: LossCase) -> LossTrial:
         return LossTrial(self.loss, case, self.device)
 
@@ -124,11 +130,17 @@ def compared(case: LossCase, found: Result, exact: Outcome, bound: Outcome, fiel
     return named(compare(found, exact, bound, fields), case)
 
 
+_NAMES = {
+    "nt_xent": ("view_a", "view_b"),
+    "sup_con": ("features", ""),
+    "info_nce": ("query", "key"),
+    "maxsim": ("query", "document"),
+}
+
+
 def named(worst: Worst, case: LossCase) -> Worst:
     """With the names of gradients for those of the truth's fields."""
-    first, second = {"nt_xent": ("view_a", "view_b"), "sup_con": ("features", ""), "info_nce": ("query", "key")}.get(
-        case.claims.objective, ("image", "text")
-    )
+    first, second = _NAMES.get(case.claims.objective, ("image", "text"))
     words = {"rows": f"d{first}", "columns[0]": f"d{second}", "scale": "dscale", "bias": "dbias"}
     name, *rest = worst.field.split(" ", 1)
     return replace(worst, field=" ".join([words.get(name, name), *rest]))
@@ -163,8 +175,8 @@ def plain(trial: LossTrial) -> Comparisons:
     case, claims = trial.case, trial.loss.claims
     if case.dtype == "float64":
         raise SkipError("the oracle is no more exact than a plain float64 computation")
-    if claims.normalises:
-        raise SkipError("the plain computation does not normalise")
+    if claims.normalises or case.oracle.late is not None:
+        raise SkipError("the plain computation does not normalise, and has one vector for each text")
     trial.only_right(["loss", *gradient_fields(claims)])
     view, facts = partial(_claimed_part, claims), allowed.rounded_once(case)
     got: Outcome = trial.result
@@ -293,8 +305,9 @@ def linear_memory(trial: LossTrial) -> Comparisons:
     yield f"b = {batches[1]} and {batches[2]}", Worst(two / limit, "bytes", (), two, limit)
 
 
-def claimed(name: str, what: str) -> Callable[[Claims], str]:
-    return lambda claims: "" if getattr(claims, name) else what
+def claimed(held: str | Callable[[Claims], object], what: str) -> Callable[[Claims], str]:
+    """``LossProperty.claim`` of a claim by its name, or of what must be true of them."""
+    return lambda claims: "" if (getattr(claims, held) if isinstance(held, str) else held(claims)) else what
 
 
 def by_autograd(claims: Claims) -> str:

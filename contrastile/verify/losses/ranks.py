@@ -264,6 +264,6 @@ def _under_ddp(claims: Claims, call: Any, case: LossCase, shards: tuple[int, ...
     def take(x: Any) -> Any:
         return None if x is None else np.array(x.detach().double().numpy())
 
-    rows, *columns = (take(x.grad) for x in towers.features)
+    rows, *columns = (take(x.grad if x.grad is None else x.grad.flatten(0, -2)) for x in towers.features)
     scale, bias = [*(take(x.grad) for x in towers.numbers), None, None][:2]
     return Result(take(mean / dist.get_world_size()), rows, tuple(columns), scale, bias)

@@ -15,7 +15,8 @@ from contrastile.backends.contract import Array
 from contrastile.verify import peak, process
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, identical, largest, wrong
 from contrastile.verify.layouts import transposed
-from contrastile.verify.losses.cases import LossCase, build, rounded
+from contrastile.verify.losses.arguments import rounded
+from contrastile.verify.losses.cases import LossCase, build
 from contrastile.verify.losses.properties import UPSTREAM, LossTrial, by_autograd, gradient_fields, placed
 from contrastile.verify.losses.subject import Call
 from contrastile.verify.trial import SkipError
@@ -35,7 +36,7 @@ def interleaved(trial: LossTrial) -> Comparisons:
     """Neither another call, nor its backward pass, nor who writes to its results changes those of a call."""
     case, claims = trial.case, trial.loss.claims
     b, d = claims.batch(_LARGE[0]), claims.width(_LARGE[1])
-    rows, width = case.arguments.features[0].shape
+    rows, width = trial.shape
     sizes = [(rows, width)]
     if b is not None and d is not None and case.dtype == "float32" and trial.loss.block is None:
         sizes.append((b, d))
@@ -80,7 +81,7 @@ def _arrays_of(call: Call) -> list[Array]:
 def rewritten(trial: LossTrial) -> Comparisons:
     """New values in the same arrays count; written between the passes they are an error, or their old ones count."""
     case = trial.case
-    rows, width = case.arguments.features[0].shape
+    rows, width = trial.shape
     other = trial.other(numbered(trial.resized(rows, width, 3).case, case.arguments.scale, case.arguments.bias or 0.0))
     call, new = trial.call(), other.call()
     call.finish(call())
@@ -158,8 +159,7 @@ def settings(trial: LossTrial) -> Comparisons:
 
 def threads(trial: LossTrial) -> Comparisons:
     """Calls are right in another thread, in two threads at once, and if one thread goes back what another went."""
-    case = trial.case
-    rows, width = case.arguments.features[0].shape
+    rows, width = trial.shape
     two = [trial.resized(rows, width, seed) for seed in (4, 5)]
 
     def judged(each: LossTrial) -> Worst:

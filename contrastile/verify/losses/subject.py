@@ -234,7 +234,7 @@ def prepare(
             if wanted and hasattr(x, "requires_grad_"):
                 x.requires_grad_()
     labels = [] if given.labels is None else [put(np.repeat(given.labels, step), integers)[::step]]
-    keywords = {name: put(np.repeat(x, step), integers)[::step] for name, x in given.keywords.items()}
+    keywords = {name: put(np.repeat(x, step, axis=0), integers)[::step] for name, x in given.keywords.items()}
     if given.weights is not None:
         keywords["weights"] = put(given.weights, state_dtype(dtype))
     options = given.options if not given.guide else {**given.options, "guide": [put(x, dtype) for x in given.guide]}

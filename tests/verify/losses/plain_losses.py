@@ -1,6 +1,6 @@
 """Losses in plain PyTorch, one for each objective, and one by hand."""
 
-from contrastile.bench.plain import clip, info_nce, nt_xent, sigmoid, sup_con
+from contrastile.bench.plain import clip, info_nce, maxsim, nt_xent, sigmoid, sup_con
 
 
 def clip_by_hand(image, text, scale):
@@ -14,4 +14,5 @@ OBJECTIVES = {
     "sigmoid_loss": (sigmoid,),
     "nt_xent": (nt_xent,),
     "sup_con": (sup_con,),
+    "maxsim": (maxsim,),
 }

@@ -38,7 +38,7 @@ def test_plain_losses_are_within_the_bounds_of_a_plain_computation(objective, dt
     for loss in OBJECTIVES[objective]:
         rows = list(check(loss, {"objective": objective, "dtypes": dtype}, cases=FEW))
         counted = [row for row in rows if row["dtype"] == dtype and row["status"] != "unclaimed"]
-        skipped = {"plain"} if dtype == "float64" else set()
+        skipped = {"plain"} if dtype == "float64" or objective == "maxsim" else set()
         assert {row["status"] for row in counted if row["property"] not in skipped} == {"pass"}, counted
         assert {row["property"] for row in counted} == set(ONE_CALL) - {"linear-memory", "sizes"}
 
