@@ -202,6 +202,30 @@ def _ratio(cell: Row) -> str:
     return f"**{said}**" if cell["status"] == "fail" else said
 
 
+def integrations(results: Path) -> str:
+    """The record of ``tests/integrations/test_matrix.py``: a table for each number of ranks, and what was refused."""
+    data, parts, refused = read(results, "integrations"), [], dict[str, str]()
+    e, packages = data["environment"], data["environment"]["packages"]
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items())
+    parts.append(f"{e['date'][:10]}, torch {e['torch']}, {versions}. [The record](../results/integrations.json).")
+    for ranks, title in ((1, "One rank"), (2, "Two ranks, under DDP or as the column says")):
+        rows = {(row["library"], row["way"]): row for row in data["rows"] if row["ranks"] == ranks}
+        libraries, ways = (list(dict.fromkeys(key[i] for key in rows)) for i in (0, 1))
+        lines = [[name, *(_error(rows.get((name, way))) for way in ways)] for name in libraries]
+        parts += [f"**{title}**", table(["", *ways], lines)]
+        refused |= {f"{', '.join(key)}: {row['said']}": "" for key, row in rows.items() if "said" in row}
+    return "\n\n".join([*parts, "\n".join(f"* {escaped(said)}" for said in refused)])
+
+
+def _error(row: Row | None) -> str:
+    """A cell of the table of integrations: of bfloat16 also the error of the library's own loss."""
+    if row is None or "said" in row:
+        kind = re.search("not run|aborts", "-" if row is None else row["said"])
+        return "-" if row is None else kind[0] if kind else "refused"
+    error, own = (f"{row[name]:.0e}".replace("e-0", "e-") for name in ("error", "own"))
+    return f"{error} ({own})" if row["way"] == "bf16" else error
+
+
 def file(results: Path, name: str) -> str:
     """A file of this repository, as a code host shows it too."""
     text = (ROOT / name).read_text(encoding="utf-8")
@@ -219,6 +243,7 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "contrastile bench on a CPU": cpu,
     "growth": bounds,
     "conformance": conformance,
+    "integrations": integrations,
     "errors": errors,
     **{f"file {name}": partial(file, name=name) for name in FILES},
     **{f"options of {name}": partial(options, command=name) for name in COMMANDS},

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,12 @@ with contextlib.suppress(ImportError):
 # one process a core: threads that wait for each other on a busy machine cost more than small problems do
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record", type=Path, metavar="FILE", help="write what tests/integrations/test_matrix.py measures"
+    )
 
 
 @pytest.fixture(autouse=True)

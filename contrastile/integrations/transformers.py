@@ -10,21 +10,21 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 _TEXT = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
-_OF_THE_MODEL = {"config", "device", "dtype", "enable_input_require_grads"}
+_OF_THE_MODEL = {"base_model_prefix", "config", "device", "dtype", "enable_input_require_grads"}
 _OF_THE_MODEL |= {f"{what}_checkpointing_{how}" for what in ("gradient", "activation") for how in ("enable", "disable")}
 _OF_THE_MODEL |= {"is_gradient_checkpointing", "is_activation_checkpointing"}
-"""What a ``Trainer`` asks its model for, beside ``forward`` and its weights."""
+"""What a ``Trainer`` and peft ask a model for, beside ``forward`` and its weights."""
 
 
 class ImageTextFeatures(nn.Module):
-    """A ``CLIPModel`` or ``SiglipModel`` that gives what a contrastive loss takes.
+    """A ``CLIPModel``, ``SiglipModel`` or ``ClapModel`` that gives what a contrastive loss takes.
 
     Wrap this module in DDP, or hand it to a ``Trainer``, instead of the model: both call ``forward``. It loads the
     model's own state dict as well as its own, whose names begin with ``model``.
 
     Args:
-        model: has ``get_image_features``, ``get_text_features`` and ``logit_scale``; with ``logit_bias`` a sigmoid
-            loss's model.
+        model: has ``get_image_features`` or ``get_audio_features``, ``get_text_features`` and ``logit_scale``; with
+            ``logit_bias`` a sigmoid loss's model. A ``ClapModel`` has two scales, of audio and of text.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,7 +47,7 @@ class ImageTextFeatures(nn.Module):
         self.model.save_pretrained(folder, state_dict=own, **settings)
 
     def forward(self, return_loss: bool = True, **inputs: Tensor) -> tuple[Tensor, ...]:
-        """(b, d) features of the images and of the texts, of unit length, the scale, and the bias if there is one.
+        """(b, d) features of images or audio and of texts, of unit length, the scales, and the bias if there is one.
 
         Args:
             return_loss: not used; its default tells a ``Trainer`` to ask ``compute_loss`` for an ``eval_loss``.
@@ -55,15 +55,17 @@ class ImageTextFeatures(nn.Module):
         """
         image = self.encode_image({name: x for name, x in inputs.items() if name not in _TEXT})
         text = self.encode_text({name: x for name, x in inputs.items() if name in _TEXT})
-        numbers = [self.model.logit_scale.exp()]
+        named = ("logit_scale", "logit_scale_a", "logit_scale_t")
+        numbers = [getattr(self.model, name).exp() for name in named if hasattr(self.model, name)]
         if hasattr(self.model, "logit_bias"):
             # a view: what leaves a forward is no parameter
             numbers.append(self.model.logit_bias.view_as(self.model.logit_bias))
         return (image, text, *numbers)
 
     def encode_image(self, inputs: dict[str, Tensor]) -> Tensor:
-        """(b, d) features of unit length of the images' inputs, such as ``pixel_values``."""
-        return _features(self.model.get_image_features, inputs)
+        """(b, d) features of unit length of the inputs of images or audio, such as ``pixel_values``."""
+        of_audio = getattr(self.model, "get_audio_features", None)
+        return _features(of_audio or self.model.get_image_features, inputs)
 
     def encode_text(self, inputs: dict[str, Tensor]) -> Tensor:
         """(b, d) features of unit length of the texts' inputs, such as ``input_ids``."""

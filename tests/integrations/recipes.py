@@ -15,13 +15,13 @@ def recipe(section: str) -> dict[str, Any]:
     return defined(SECTIONS[section])
 
 
-def by_lightning(module: Any, inputs: Any, **settings: Any) -> None:
+def by_lightning(module: Any, batches: list[Any], **settings: Any) -> None:
     """One step of Lightning's trainer on a CPU, without what it writes and prints."""
     import lightning
 
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, **dict.fromkeys(quiet, False), **settings)
-    trainer.fit(module, Batches([inputs]))
+    trainer.fit(module, Batches(batches))
 
 
 class Batches:

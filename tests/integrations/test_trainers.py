@@ -1,4 +1,4 @@
-"""The recipes of docs/how-to/integrations.md for Lightning, accelerate and a plain loop, and all trainers under DDP."""
+"""The recipes of docs/how-to/integrations.md for open_clip's loop, its losses replaced, and ranks of sentences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from launching import launch
-from recipes import SECTIONS, by_lightning, recipe
+from recipes import SECTIONS, recipe
 from torch import Tensor, nn
 
 import contrastile
@@ -44,30 +44,6 @@ def cached(chunk: int) -> list[Any]:
     torch.manual_seed(2)
     training.cached_step(model, inputs(), contrastile.clip_loss, chunk=chunk)
     return [p.grad for p in model.parameters()]
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_lightning_steps_with_cached_gradients() -> None:
-    import lightning
-
-    model, found = Towers(), []
-    module = recipe("Lightning")["Cached"](model, 4)
-
-    class Keep(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            if closure is not None:
-                closure()
-            found.extend(p.grad.clone() for p in model.parameters())
-
-    class Seed(lightning.Callback):
-        def on_train_batch_start(self, *args: Any) -> None:
-            torch.manual_seed(2)
-
-    module.configure_optimizers = lambda: Keep(model.parameters(), lr=0.0)
-    by_lightning(module, inputs(), callbacks=[Seed()])
-    expected = cached(4)
-    assert len(found) == len(expected)
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 class Named(Towers):
@@ -104,14 +80,12 @@ def test_open_clip_s_losses_are_replaced_and_the_others_named(
     assert [type(x).__module__ for x in made] == ["contrastile.nn"] * 3
 
 
-def test_under_ddp_gradients_are_those_of_the_global_loss_and_reduced_once() -> None:
+def test_under_ddp_sentence_transformers_gradients_are_those_of_the_global_loss() -> None:
     ended = launch("torch", PROGRAM, ranks=2, seconds=1200)
     assert ended.code == 0, ended.output
     for rank in range(2):
         found = dict(line.split(": ", 1) for line in ended.said(rank))
-        # with the number of reductions; then what sentence-transformers gathers across devices
-        assert list(found)[:3] == ["lightning 1", "accelerate 1", "open_clip 1"]
-        assert len(found) == 3 + 9
+        assert len(found) == 9
         for trial, ratio in found.items():
             assert float(ratio) < 1, (trial, ratio)
     assert ended.orphans == 0
@@ -120,4 +94,5 @@ def test_under_ddp_gradients_are_those_of_the_global_loss_and_reduced_once() -> 
 def test_every_recipe_runs_somewhere() -> None:
     """A section with Python blocks is one of those that the tests beside this one call."""
     shown = {name for name, text in SECTIONS.items() if "```python" in text}
-    assert shown == {"sentence-transformers", "transformers", "open_clip", "Lightning", "accelerate"}
+    packages = {"Tevatron", "FlagEmbedding", "GradCache", "NeMo Automodel"}
+    assert shown == {"sentence-transformers", "transformers", "open_clip", "Lightning", "accelerate"} | packages

@@ -24,19 +24,43 @@ def siglip(dropout: float = 0.0) -> Any:
     return _made(SiglipModel, SiglipConfig, dropout)
 
 
+def clap() -> tuple[Any, dict[str, Tensor]]:
+    """A ClapModel without dropout, whose two scales differ, and its inputs."""
+    from transformers import ClapConfig, ClapModel
+
+    still: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    text = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, **still}
+    audio = {"spec_size": 32, "num_mel_bins": 8, "window_size": 2, "depths": [1, 1], "num_attention_heads": [1, 1]}
+    audio |= {"patch_embeds_hidden_size": 8, "hidden_size": 16, "drop_path_rate": 0.0}
+    torch.manual_seed(0)
+    towers = {"text_config": {**text, "vocab_size": 20}, "audio_config": {**audio, **still}}
+    model = ClapModel(ClapConfig(**towers, projection_dim=8)).double()
+    model.logit_scale_t.data.fill_(1.2)
+    sounds = torch.randn(PAIRS, 1, 128, 8, dtype=torch.float64)
+    return model, {"input_features": sounds, **{n: x for n, x in inputs().items() if n != "pixel_values"}}
+
+
+def bert(words: int) -> Any:
+    """A BertModel without dropout, in float32."""
+    from transformers import BertConfig, BertModel
+
+    still: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    return BertModel(BertConfig(vocab_size=words, max_position_embeddings=12, **sizes, **still))
+
+
 def sentences(folder: Path, letters: str = string.ascii_lowercase) -> Any:
     """A SentenceTransformer with a tokenizer of letters, numbered in this order; without dropout."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-    from transformers import BertConfig, BertModel, BertTokenizer
+    from transformers import BertTokenizer
 
     words = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters
     folder.mkdir(exist_ok=True)
     (folder / "vocab.txt").write_text("\n".join(words))
     BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
-    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    BertModel(BertConfig(vocab_size=len(words), max_position_embeddings=12, **sizes)).save_pretrained(folder)
+    bert(len(words)).save_pretrained(folder)
     return SentenceTransformer(modules=[Transformer(str(folder)), Pooling(8)], device="cpu").double().eval()
 
 

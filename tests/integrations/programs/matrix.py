@@ -1,0 +1,413 @@
+"""One step in the loops of other libraries, beside the gradients of the whole batch in one process.
+
+    torchrun --nproc-per-node 2 tests/integrations/programs/matrix.py torch [LIBRARY...]
+
+It prints the largest error of a parameter's gradient, relative to its norm, for each library and way to train. The
+gradients are what a step of SGD took off the parameters, in float32, or under autocast to bfloat16. Those of the whole
+batch are of the library's own loss, in float64. Two ranks have 9 and 14 pairs of 23.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import importlib
+import itertools
+import json
+import logging
+import os
+import string
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.extend(
+    str(Path(__file__).resolve().parents[2] / folder)
+    for folder in (".", "integrations", "training/programs", "comm/programs", "../benchmarks")
+)
+
+import accelerate
+import recipes
+import retrievers
+import tiny_models
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from engines import say
+from lightning.pytorch.strategies import ModelParallelStrategy
+from peers import stubs
+from recipes import Batches, recipe
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from train_towers import calls, counted
+from transformers import TrainingArguments
+
+import contrastile
+from contrastile import training
+from contrastile.integrations.open_clip import ChunkedModel
+from contrastile.integrations.transformers import ImageTextFeatures
+
+PAIRS, CHUNK = 23, 4
+WAYS = ("plain", "cached", "compile", "checkpointing", "LoRA", "bf16", "accumulation")
+SHARDED = ("FSDP2", "ZeRO 1", "ZeRO 2")
+Model, Given, Batch = nn.Module, list[Any], Any
+
+
+class Pairs(nn.Module):
+    """A CLIP of transformers that is called by position, as most loops do."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.features = ImageTextFeatures(model)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return self.features(**dict(zip(tiny_models.inputs(0), inputs, strict=True)))
+
+
+class Sharded(recipe("Lightning")["CachedOnSeveral"]):  # type: ignore[misc]
+    """FSDP2 as Lightning asks for it."""
+
+    def configure_model(self) -> None:
+        sharded(self.model)
+
+
+def rate(name: str) -> float:
+    """So large that what a step takes off a parameter is not lost in rounding it; open_clip clamps a scale after it."""
+    return 0.25 if "logit" in name else 1024.0
+
+
+def sgd(model: Model) -> torch.optim.Optimizer:
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return torch.optim.SGD([{"params": [p], "lr": rate(name)} for name, p in named])
+
+
+def several() -> bool:
+    return dist.get_world_size() > 1
+
+
+def sharded(model: Model) -> Model:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def zero(way: str, steps: int, **more: Any) -> dict[str, Any]:
+    """DeepSpeed's configuration; it clips where this does not say 0."""
+    stage = {"stage": int(way.removeprefix("ZeRO ")) if way.startswith("ZeRO") else 0}
+    autocast = {"enabled": way == "bf16", "dtype": "bfloat16"}
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": steps} | more
+    mine = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    return {**batch, **mine, "gradient_clipping": 0.0, "zero_optimization": stage, "torch_autocast": autocast}
+
+
+def by_pytorch(model: Model, batches: Given, way: str) -> None:
+    wrapped: Any = sharded(model) if way == "FSDP2" else DistributedDataParallel(model) if several() else model
+    loss = functools.partial(contrastile.clip_loss, group="world" if several() else None)
+    optimiser = sgd(model)
+    for i, batch in enumerate(batches):
+        early = several() and i + 1 < len(batches)
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=way == "bf16"),
+            wrapped.no_sync() if early else nullcontext(),
+        ):
+            if way == "plain":
+                loss(*wrapped(*batch)).backward()
+            else:
+                (training.Cached(loss, wrapped, CHUNK)(*batch) / len(batches)).backward()
+    optimiser.step()
+
+
+def by_trainer(kind: Any, arguments: Any, model: Model, batches: Given, way: str, **more: Any) -> None:
+    """A step of transformers' Trainer, or of one that is made of it."""
+    settings: dict[str, Any] = {"gradient_accumulation_steps": len(batches), "max_grad_norm": 0.0, "max_steps": 1}
+    settings |= {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "bf16": way == "bf16"}
+    settings |= {"remove_unused_columns": False, "lr_scheduler_type": "constant"}
+    if way == "compile":
+        settings |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    if way == "FSDP2":
+        how = {"version": 2, "auto_wrap_policy": "NO_WRAP", "cpu_ram_efficient_loading": False}
+        settings |= {"fsdp": True, "fsdp_config": how}
+    if way.startswith("ZeRO"):
+        settings["deepspeed"] = zero(way, len(batches), train_micro_batch_size_per_gpu="auto")
+    with tempfile.TemporaryDirectory() as folder:
+        made = kind(model, arguments(folder, **settings), **more)
+
+        def create_optimizer(*_: Any) -> torch.optim.Optimizer:
+            # under DeepSpeed it takes no other that it is given
+            made.optimizer = made.optimizer or sgd(model)
+            return made.optimizer
+
+        made.create_optimizer, made.get_train_dataloader = create_optimizer, lambda: Batches(batches)
+        made.train()
+
+
+def by_transformers(loss: Any, model: Model, batches: Given, way: str) -> None:
+    kind = recipe("transformers")["Trainer"]
+    kind.loss, kind.chunk = staticmethod(loss), PAIRS if way == "plain" else CHUNK
+    by_trainer(kind, TrainingArguments, model, batches, way, train_dataset=[0])
+
+
+def by_sentence_transformers(model: Model, batches: Given, way: str) -> None:
+    import datasets
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+
+    from contrastile.integrations import sentence_transformers as ours
+
+    kind, how = ours.MultipleNegativesRankingLoss, dict[str, Any](gather_across_devices=several())
+    if way != "plain":
+        kind, how["mini_batch_size"] = ours.CachedMultipleNegativesRankingLoss, CHUNK
+    more: Any = {"loss": kind(model, **how), "train_dataset": datasets.Dataset.from_dict({"anchor": ["a"]})}
+    by_trainer(SentenceTransformerTrainer, SentenceTransformerTrainingArguments, model, batches, way, **more)
+
+
+def by_open_clip(model: Model, batches: Given, way: str) -> None:
+    from open_clip_train.train import train_one_epoch
+
+    wrapped: Any = DistributedDataParallel(model) if several() else model
+    wrapped = wrapped if way == "plain" else ChunkedModel(wrapped, CHUNK)
+    loader: Any = Batches(batches)
+    loader.num_batches, loader.num_samples = len(batches), PAIRS
+    options = dict.fromkeys(("distill", "horovod", "wandb", "grad_clip_norm")) | {"skip_scheduler": True, "rank": 1}
+    options |= {"device": "cpu", "precision": "amp_bf16" if way == "bf16" else "fp32", "accum_freq": 1}
+    place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    loss = contrastile.nn.ClipLoss(local_loss=True, gather_with_grad=True, cache_labels=True, **place)
+    data = {"train": argparse.Namespace(dataloader=loader, set_epoch=id)}
+    train_one_epoch(wrapped, data, loss, 0, sgd(model), None, None, None, argparse.Namespace(**options))
+
+
+def by_lightning(model: Model, batches: Given, way: str) -> None:
+    kind = Sharded if way == "FSDP2" else recipe("Lightning")["CachedOnSeveral" if several() else "Cached"]
+    module: Any = kind(model, PAIRS if way == "plain" else CHUNK)
+    module.configure_optimizers = lambda: sgd(model)
+    strategy = {"FSDP2": ModelParallelStrategy(), "ZeRO 1": "deepspeed_stage_1", "ZeRO 2": "deepspeed_stage_2"}
+    how: dict[str, Any] = {"devices": dist.get_world_size(), "precision": "bf16-mixed" if way == "bf16" else "32-true"}
+    how |= {"strategy": strategy.get(way, "ddp" if several() else "auto"), "accumulate_grad_batches": len(batches)}
+    recipes.by_lightning(module, batches, **how)
+
+
+def by_accelerate(model: Model, batches: Given, way: str) -> None:
+    how: dict[str, Any] = {"cpu": not way.startswith("ZeRO"), "gradient_accumulation_steps": len(batches)}
+    if way == "bf16":
+        how["mixed_precision"] = "bf16"
+    if way == "compile":
+        how["dynamo_backend"] = "aot_eager"
+    if way == "FSDP2":
+        how["fsdp_plugin"] = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")
+    if way.startswith("ZeRO"):
+        how["deepspeed_plugin"] = accelerate.DeepSpeedPlugin(hf_ds_config=zero(way, len(batches)))
+    chunk = PAIRS if way == "plain" else CHUNK
+    recipe("accelerate")["train"](accelerate.Accelerator(**how), model, sgd(model), batches, chunk)
+
+
+def by_deepspeed(model: Model, batches: Given, way: str) -> None:
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(model=model, optimizer=sgd(model), config=zero(way, len(batches)))
+    loss = functools.partial(contrastile.clip_loss, group="world" if several() else None)
+    for batch in batches:
+        if way == "plain":
+            engine.backward(loss(*engine(*batch)))
+        else:
+            training.cached_step(engine, batch, loss, chunk=CHUNK)
+        engine.step()
+
+
+def by_retriever(model: Model, batches: Given, way: str) -> None:
+    """A loop as those of packages whose models give the loss, or GradCache's own step."""
+    inner: Any = model.encoder if way == "cached" else model
+    # a BERT has a pooler that nobody uses here
+    wrapped = DistributedDataParallel(inner, find_unused_parameters=True) if several() else inner
+    optimiser = sgd(model)
+    if way == "cached":
+        retrievers.gradcache(wrapped, batches[0], ours=True)
+    else:
+        wrapped(batches[0], ours=True).backward()
+    optimiser.step()
+
+
+def of_transformers(model: Any, batch: Batch) -> Tensor:
+    given = batch if isinstance(batch, dict) else dict(zip(tiny_models.inputs(0), batch, strict=True))
+    return getattr(model, "features", model).model(**given, return_loss=True).loss
+
+
+def of_open_clip(model: Model, batch: Batch) -> Tensor:
+    import open_clip
+
+    return open_clip.ClipLoss()(**model(*batch))
+
+
+def of_sentence_transformers(model: Any, batch: Batch) -> Tensor:
+    from sentence_transformers.sentence_transformer import losses
+
+    columns = [
+        {n.removeprefix(f"{c}_"): x for n, x in batch.items() if n.startswith(c)} for c in ("anchor", "positive")
+    ]
+    return losses.MultipleNegativesRankingLoss(model)(columns, None)
+
+
+def pairs() -> tuple[Model, Batch]:
+    return Pairs(tiny_models.clip()), tuple(tiny_models.inputs(PAIRS).values())
+
+
+def features(model: Model) -> tuple[Model, Batch]:
+    return ImageTextFeatures(model), tiny_models.inputs(PAIRS)
+
+
+def of_open_clip_s_own() -> tuple[Model, Batch]:
+    stubs.install()
+    import open_clip
+
+    torch.manual_seed(0)
+    vision = open_clip.CLIPVisionCfg(layers=1, width=16, head_width=8, patch_size=4, image_size=8)
+    text = open_clip.CLIPTextCfg(layers=1, width=16, heads=2, context_length=6, vocab_size=20)
+    return open_clip.CLIP(8, vision, text, output_dict=True), tuple(tiny_models.inputs(PAIRS).values())[:2]
+
+
+def sentences() -> tuple[Model, Batch]:
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny_models.sentences(Path(folder))
+    given = {}
+    for column, first in (("anchor", 0), ("positive", 5)):
+        texts = [" ".join((2 * string.ascii_lowercase)[first + i : first + i + 1 + i % 3]) for i in range(PAIRS)]
+        given |= {f"{column}_{name}": x for name, x in model.preprocess(texts).items() if isinstance(x, Tensor)}
+    return model, given
+
+
+class Library(NamedTuple):
+    """What it trains, its own loss of that, one step of its loop, and the ways that it has."""
+
+    make: Callable[[], tuple[Model, Batch]]
+    own: Callable[[Any, Batch], Tensor]
+    step: Callable[[Model, Given, str], None]
+    ways: tuple[str, ...] = (*WAYS, *SHARDED)
+
+
+def of(make: Callable[[], Any], loss: Any) -> Library:
+    return Library(lambda: features(make()), of_transformers, functools.partial(by_transformers, loss))
+
+
+def retriever(loss: Any, way: str = "plain") -> Library:
+    make = lambda: (retrievers.Whole(loss), retrievers.batch(PAIRS))  # noqa: E731
+    return Library(make, lambda model, batch: model(batch, ours=False), by_retriever, (way,))
+
+
+LIBRARIES = {
+    "PyTorch": Library(pairs, of_transformers, by_pytorch, (*WAYS, "FSDP2")),
+    "transformers, CLIP": of(tiny_models.clip, contrastile.clip_loss),
+    "transformers, SigLIP": of(tiny_models.siglip, contrastile.sigmoid_loss),
+    "sentence-transformers": Library(sentences, of_sentence_transformers, by_sentence_transformers),
+    "open_clip": Library(of_open_clip_s_own, of_open_clip, by_open_clip, WAYS[:-1]),
+    "Lightning": Library(pairs, of_transformers, by_lightning),
+    "accelerate": Library(pairs, of_transformers, by_accelerate),
+    "DeepSpeed": Library(pairs, of_transformers, by_deepspeed, (*WAYS, "ZeRO 1", "ZeRO 2")),
+    "Tevatron": retriever(retrievers.tevatron),
+    "FlagEmbedding": retriever(retrievers.flag_embedding),
+    "NeMo Automodel": retriever(retrievers.nemo_automodel),
+    "GradCache": retriever(retrievers.gradcache, "cached"),
+}
+
+
+def each(batch: Batch, do: Callable[[Tensor], Tensor]) -> Batch:
+    """The same batch of other tensors."""
+    return {n: do(x) for n, x in batch.items()} if isinstance(batch, dict) else tuple(map(do, batch))
+
+
+def prepared(model: Any, way: str, by: Any) -> None:
+    """What a user calls on a model before its trainer has it, adapters aside."""
+    if way == "compile" and by in (by_pytorch, by_open_clip, by_lightning, by_deepspeed):
+        model.compile(backend="aot_eager")
+    if way == "checkpointing":
+        inner = getattr(model, "features", model)
+        inner = inner[0].auto_model if hasattr(inner, "encode") else inner
+        getattr(inner, "gradient_checkpointing_enable", getattr(inner, "set_grad_checkpointing", None))()
+    if way in SHARDED or by is by_deepspeed:
+        # they take no parameters without an axis
+        for p in model.parameters():
+            p.data = p.data.view(p.shape or 1)
+
+
+def learnt(model: Model, own: Callable[[Any, Batch], Tensor], batches: Given) -> dict[str, Tensor]:
+    """The gradients of the mean of the library's own losses of batches."""
+    for batch in batches:
+        (own(model, batch) / len(batches)).backward()
+    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def largest_error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    largest = max(x.norm() for x in exact.values())
+    # a bias of all keys of a softmax changes nothing
+    learns = [name for name, x in exact.items() if x.norm() > 1e-12 * largest]
+    return max(((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in learns)
+
+
+def errors(model: Any, given: Batch, library: Library, way: str) -> tuple[float, float]:
+    """Of the library's step with our loss, and of its own loss of the whole batch, in the same precision."""
+    if way == "LoRA":
+        torch.manual_seed(0)
+        targets = ["q_proj", "v_proj", "query", "value", "c_fc"]
+        config = importlib.import_module("peft").LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        importlib.import_module("peft").inject_adapter_in_model(config, model)
+    model.float().train()
+    given = each(given, lambda x: x.float() if x.is_floating_point() else x)
+    cuts = [0, PAIRS // 2, PAIRS] if way == "accumulation" else [0, PAIRS]
+    batches = [each(given, lambda x, a=a, b=b: x[a:b]) for a, b in itertools.pairwise(cuts)]
+    doubles = [each(batch, lambda x: x.double() if x.is_floating_point() else x) for batch in batches]
+    exact = learnt(copy.deepcopy(model).double(), library.own, doubles)
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "bf16"):
+        theirs = learnt(copy.deepcopy(model), library.own, batches)
+    before = {name: p.detach().double() for name, p in model.named_parameters()}
+
+    def part(x: Tensor) -> Tensor:
+        cut = len(x) * 2 // 5
+        return x if not several() else x[cut:] if dist.get_rank() else x[:cut]
+
+    if (library.step, way) == (by_sentence_transformers, "ZeRO 2"):
+        raise RuntimeError("aborts: ZeRO 2 reduces in each of its chunks, of which ranks have other numbers")
+    prepared(model, way, library.step)
+    torch._dynamo.utils.counters.clear()
+    library.step(model, [each(x, part) for x in batches], way)
+    if way == "compile" and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
+        raise RuntimeError("it compiled nothing")
+    if way in SHARDED and calls:
+        raise RuntimeError("not run: on a CPU it runs DDP instead")
+    after: dict[str, Any] = dict(model.named_parameters())
+    whole = {n: x.full_tensor() if hasattr(x, "full_tensor") else x for n, x in after.items() if n in exact}
+    found = {n: (before[n] - x.detach().double().view_as(before[n])) / rate(n) for n, x in whole.items()}
+    return largest_error(found, exact), largest_error(theirs, exact)
+
+
+def main() -> None:
+    # libraries warn of other versions of torch, and say how they start
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    # a rank that is not the first would save no model
+    made = {name: LIBRARIES[name].make() for name in sys.argv[2:] or LIBRARIES}
+    dist.init_process_group("gloo")
+    variables = dict(os.environ)
+    wrap = DistributedDataParallel.__init__
+    DistributedDataParallel.__init__ = lambda self, *x, **y: [wrap(self, *x, **y), counted(self), None][-1]
+    for name, given in made.items():
+        for way in LIBRARIES[name].ways:
+            if way in SHARDED and not several():
+                continue
+            calls.clear()
+            AcceleratorState._reset_state(True)
+            row: dict[str, Any] = {"library": name, "way": way, "ranks": dist.get_world_size()}
+            try:
+                found = errors(*copy.deepcopy(given), LIBRARIES[name], way)
+                row |= {n: float(f"{x:.2g}") for n, x in zip(("error", "own"), found, strict=True)}
+            except Exception as raised:
+                row["said"] = f"{type(raised).__name__}: {raised}"
+            os.environ.clear()
+            os.environ.update(variables)
+            say(dist.get_rank(), json.dumps(row | {"reductions": len(calls)}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
