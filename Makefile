@@ -122,7 +122,7 @@ docs docs-version: export REPO_URL ?= $(shell $(PYTHON) -c 'import tomllib; \
 docs docs-version: export EDIT_URI ?= $(if $(REPO_URL),edit/main/docs/)
 
 docs: $(STAMPS)-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-version: $(STAMPS)-docs
 	VERSIONS=mike NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(VERSION) latest

@@ -17,12 +17,12 @@ Array = Any
 
 
 class Side(NamedTuple):
-    """The statistics of the rows, or of the columns, x being the logits: float64, one number for each.
+    """Statistics of the rows, or of the columns, in float64, one number for each; x are the logits.
 
     Attributes:
         negatives: the log-sum-exp of x over the negatives; -inf where there is none.
         positives: the log-sum-exp of x over the positives; -inf where there is none.
-        spread: ``positives`` less the mean of x over the positives: 0 where there are less than two.
+        spread: ``positives`` minus the mean of x over the positives; 0 where there are fewer than two.
     """
 
     negatives: Array
@@ -62,10 +62,10 @@ def statistics(
     The loss of one row is softplus(N - P) + D in InfoNCE, CLIP and SupCon, N - P in the decoupled loss, and so on:
     docs/how-to/own-loss.md. Any function of these vectors is differentiable, in the features and the scale.
 
-    With a group, each rank has the statistics of its own rows over the columns of all ranks, and of its own columns
-    over all rows. Each rank makes a number of them. If the parameters' gradients are averaged over the ranks, as DDP
-    does, they are those of the mean of these numbers; if they are added up, those of the sum: ``parameter_reduction``
-    changes nothing. Every rank must take the backward pass.
+    With a group, each rank gets the statistics of its own rows over the columns of all ranks, and of its own columns
+    over all rows, and computes its loss from them. If the parameters' gradients are averaged over the ranks, as DDP
+    does, they are those of the mean of the ranks' losses; if they are added up, those of the sum.
+    ``parameter_reduction`` changes nothing. Every rank must call ``backward``.
 
     Args:
         rows: (m, d) float16, bfloat16, float32 or float64.
@@ -75,12 +75,12 @@ def statistics(
         negatives: further columns, (r, d) or a sequence of such; r may be 0.
         positives: (m,) integers, the column of each row's positive among [columns, *negatives], -1 for none; None means
             row i's is i, and of rows against themselves that there are none. Over ranks they count over all columns.
-        row_ids: (m,) integers, given together with column_ids; of rows against themselves alone.
+        row_ids: (m,) integers, given together with column_ids, or alone if columns is None.
         column_ids: (n + all negatives,) integers.
         ids_are: what columns with the row's id are: "false_negatives", which are left out if they are not the positive,
             or "positives".
         row_limits: (m,) floating point, without a gradient: the row's negatives with a larger logit do not count.
-            Not of rows against themselves.
+            Not if columns is None.
         column_limits: (n + all negatives,), likewise of the columns.
         guide: (m, e) and (n + all negatives, e): limits are then compared with the dot products of these features, not
             with the logits: see ``clip_loss``.
@@ -91,8 +91,8 @@ def statistics(
         and (n + all negatives,). Of NumPy and CuPy arrays they carry no gradient.
 
     Raises:
-        TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError,
-        RuntimeError: see ``clip_loss``.
+        TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
+            ``clip_loss``.
     """
     found = evaluate(
         problems.statistics,
@@ -142,11 +142,11 @@ def clip_loss(
             which share the target with the row's own (UniCL; SupCon's L_out).
         sum_positives: where the sum over several positives is, "outside" or "inside" of the logarithm: SupCon's L_out
             or L_in (Eq. 2 and 3). "inside" needs ``ids_are="positives"``.
-        weights: (b,) floating point or None, one for each pair, without a gradient: the mean becomes the sum of what
-            each weighs, divided by their sum over all ranks, which must not be 0.
+        weights: (b,) floating point or None, one for each pair, without a gradient: the mean becomes a weighted mean
+            over all ranks. The sum of all weights must not be 0.
         label_smoothing: 0..1, the share of the target that is spread over all columns, as in
             ``torch.nn.functional.cross_entropy``; not with false negatives, a margin or ``sum_positives="inside"``.
-        margin: what the positives' dot products are lowered by before the scale multiplies them (CosFace Eq. 4).
+        margin: subtracted from the positives' dot products, before the scale multiplies them (CosFace Eq. 4).
         threshold: leave out negatives whose dot product exceeds that of their row's positive, or of their column's in
             the other direction, by more than this: they are likely false ones (Qwen3-Embedding: 0.1). It may be
             negative; no gradient flows through the comparison. Not with label smoothing or ``ids_are="positives"``.
@@ -205,12 +205,12 @@ def info_nce(
         scale: number or one-element array that multiplies the dot products; differentiable.
         negatives: further columns, (r, d) or a sequence of such (hard negatives, a queue); never copied together. r may
             be 0: a queue that is still empty.
-            With a group every rank brings its own: of a queue that all ranks hold alike, each passes its share.
+            With a group every rank passes its own: of a queue that all ranks hold, each passes a share.
             (m, k, d) are k for each query: all queries share them, as (m k, d), or see ``share_negatives``.
-        negative_counts: (m,) integers: how many of its k, the first ones, a query has. What lies beyond them may be
-            anything, and its gradient is 0. Not with ``row_ids`` where all queries share them.
-        share_negatives: False leaves those in (m, k, d), of which there must be one array, to their query alone; they
-            do not travel, take O(m k d), and have no place in ``positives`` and ``column_ids``.
+        negative_counts: (m,) integers: how many of its k negatives, the first ones, a query has. The others may be
+            anything, and their gradient is 0. Not with ``row_ids`` if all queries share the negatives.
+        share_negatives: False: negatives in (m, k, d), which must be one array, count for their own query alone. They
+            are not sent to other ranks, take O(m k d), and are not numbered in ``positives`` and ``column_ids``.
         in_batch: False compares a query with its own key and the negatives alone, not with the keys of others. Not with
             ``positives`` or ``ids_are="positives"``.
         positives: (m,) integers, the column of each query's positive among [key, *negatives]; None means row i's is i.
@@ -222,7 +222,7 @@ def info_nce(
             number, ``positives`` is None, and the mean is over the queries that have a positive.
         sum_positives: see ``clip_loss``.
         weights: (m,), one for each query: see ``clip_loss``.
-        label_smoothing: see ``clip_loss``; not where a column counts for some queries alone.
+        label_smoothing: see ``clip_loss``; not if a column counts for some queries alone.
         margin: see ``clip_loss``.
         threshold: see ``clip_loss``.
         threshold_is: see ``clip_loss``.

@@ -26,7 +26,7 @@ _USUAL = {name: each.default for name, each in _PARAMETERS.items()} | DEFAULTS
 
 
 class _Loss(torch.nn.Module):
-    """What every loss module keeps: how its loss is computed, and with whom.
+    """What every loss module holds: how to compute its loss, and with which ranks.
 
     Attributes:
         name: the loss's.
@@ -125,14 +125,14 @@ class _Loss(torch.nn.Module):
 class ClipLoss(_Loss):
     """Symmetric CLIP loss, made and called as open_clip's ``ClipLoss``: see ``contrastile.clip_loss``.
 
-    The value is the loss of the one global batch on every rank, and with ``parameter_reduction="mean"`` the parameters'
-    gradients after DDP's mean are its gradients: those that open_clip has with ``gather_with_grad=True``, with or
-    without ``local_loss``, whose value is the mean over a rank's own rows.
+    Every rank gets the loss of the global batch, where open_clip's ``local_loss`` gives the mean over a rank's own
+    rows. With ``parameter_reduction="mean"`` the parameters' gradients after DDP's mean are those of the global loss,
+    as open_clip's are with ``gather_with_grad=True``.
 
     Args:
         local_loss: changes nothing here: see above.
-        gather_with_grad: changes nothing here, where gradients always reach the features of all ranks.
-        cache_labels: changes nothing here, where there are none.
+        gather_with_grad: changes nothing here: gradients always reach the features of all ranks.
+        cache_labels: changes nothing here: there are no labels.
         rank: checked against the group, unless it is 0.
         world_size: more than 1 means the default group of torch.distributed, where ``group`` is None.
         use_horovod: must be False.
@@ -253,10 +253,10 @@ class CoCaLoss(ClipLoss):
 class DistillClipLoss(ClipLoss):
     """CLIP's loss and the distillation from a teacher's features, made and called as open_clip's ``DistillClipLoss``.
 
-    The distillation is half of both directions' cross-entropies of the teacher's softmax over the pairs of all ranks.
-    Values and gradients are of the global batch, as ``ClipLoss`` has them. With the teacher's G_t, which is the
-    gradient of *its* CLIP loss by its logits, the distillation is ``clip - sum_ij G_t,ij x_ij``, x being the student's
-    logits: dimensions of 0 beside the teacher's features receive ``G_t K`` and ``G_t^T Q``, in one call of the loss.
+    The distillation is the mean of both directions' cross-entropies with the teacher's softmax over the pairs of all
+    ranks. Values and gradients are of the global batch, as those of ``ClipLoss``. Let G_t be the gradient of the
+    *teacher's* CLIP loss by its logits. Then the distillation is ``clip - sum_ij G_t,ij x_ij``, x being the student's
+    logits. Dimensions of 0 beside the teacher's features receive ``G_t K`` and ``G_t^T Q``, in one call of the loss.
 
     The arguments are those of ``ClipLoss`` without options. For 16-bit features ``G_t K`` is rounded as gradients are.
 

@@ -20,27 +20,27 @@ class Settings(TypedDict, total=False):
     Attributes:
         backend: "auto", a name from ``contrastile.backends.names()``, or "module:attribute" of anybody's.
         tile: largest tile of logits to hold, a number or (rows, columns); None lets the backend choose.
-        precision: how float32 features are multiplied: "auto" in the fastest way of the backend that rounds no more
-            than float32 does; "ieee" in float32; "tf32" with factors rounded to nearest tf32; "split" as parts on
-            tensor cores. Where a backend has it.
+        precision: how float32 features are multiplied: "auto" in the backend's fastest way that rounds no more than
+            float32 does; "ieee" in float32; "tf32" with factors rounded to nearest tf32; "split" as parts on tensor
+            cores. A backend refuses what it does not have.
         workspace: MiB in which triton and cupy form the logits' gradient, chunk by chunk; None for
             CONTRASTILE_WORKSPACE_MIB, or 512. Other backends ignore it.
-        keep: MiB of exponentials that cupy, and torch on a CPU, may keep from the forward pass and need not compute
-            again in the backward; None for CONTRASTILE_KEEP_MIB, or all that a problem has or nothing: cupy where they
-            fit in the workspace and a step is faster for it, torch up to 64 MiB. Other backends ignore it.
+        keep: MiB of exponentials that cupy, and torch on a CPU, may keep from the forward for the backward pass. None
+            is CONTRASTILE_KEEP_MIB, and without it all or nothing: cupy keeps them if they fit in the workspace and a
+            step is faster for it, torch up to 64 MiB. Other backends ignore it.
         group: the processes that share the batch: a torch.distributed group, "world" for its default group, a
             DeviceMesh of one dimension, or an mpi4py communicator; every rank passes its own part. None is this process
             alone.
         exchange: "ring" passes the columns around (O(b d / n) memory per rank), "gather" collects them (O(b d)),
             "two-level" collects those of a host at a time and passes them from host to host, "replicate" collects rows
-            too and computes the whole loss on each rank, with one message, "auto" chooses by sizes, hosts and device;
-            all give the same loss.
+            too, in one message, and computes the whole loss on each rank, "auto" chooses by sizes, hosts and device.
+            All give the same loss.
         parameter_reduction: how the trainer reduces the parameters' gradients over the ranks: "mean" (as DDP and FSDP
             do) or "sum". The reduced gradient is that of the global loss, for the encoders, scale and bias.
-        device: where torch features that are kept on the host are computed, e.g. "cuda": block by block, each copied
-            while the one before it is computed. Gradients of features come back to the host. None is where they are.
-        block: most rows, and most columns, on the device at a time, whether features come from the host or are there;
-            None for all at once, or 65,536 where they come from the host. It decides the order of the sums.
+        device: computes the loss of torch features that are on the host, e.g. "cuda": block by block, each copied
+            while the one before it is computed. The features' gradients are on the host. None computes where they are.
+        block: most rows, and most columns, on the device at a time, whether the features are there or on the host;
+            None for all at once, or 65,536 if they are on the host. It decides the order of the sums.
     """
 
     backend: str

@@ -1,8 +1,8 @@
 """Which columns are near a row: ranks of the positives, nearest columns and hard negatives, without the m x n matrix.
 
-All columns are compared, a tile at a time: the results are those of the whole matrix of dot products. Products are
-taken in float32, or in float64 for float64 features; of 16-bit features a product is exact and a sum is not rounded
-to 16 bits. Nothing here has a gradient.
+All columns are compared, a tile at a time, so the results are those of the whole matrix of dot products. These are
+computed in float32, or in float64 for float64 features; products of 16-bit features are exact, and their sums are not
+rounded to 16 bits. Nothing here has a gradient.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def ranks(
         row_ids: (m,) integers, given together with column_ids: other columns with the row's id do not count.
         column_ids: (n,) integers.
         group: see ``contrastile.plan.Settings``. Every rank holds the columns of all ranks while it searches.
-        tile: rows and columns of a tile; None takes 2^22 products, on a GPU 2^26; of 16-bit features on a GPU none
-            are stored where there is Triton.
+        tile: rows and columns of a tile; None takes 2^22 products, and on a GPU 2^26. With Triton, products of 16-bit
+            features on a GPU are not stored unless tile is given.
         progress: whether to show a progress bar on stderr.
 
     Returns:
@@ -166,7 +166,7 @@ def mine_hard_negatives(
 ) -> Tensor:
     """The k nearest columns of each row that may be negatives: as sentence-transformers' ``mine_hard_negatives``.
 
-    Conditions are tested on all columns, so that no window (``range_max``) can leave too few.
+    Conditions are tested on all columns, so there is no ``range_max``, which could leave too few.
 
     Args:
         rows: see ``ranks``.
@@ -178,8 +178,8 @@ def mine_hard_negatives(
         range_min: how many of the nearest to skip.
         min_score: negatives have at least this dot product.
         max_score: negatives have at most this dot product.
-        absolute_margin: and at most the positive's less this.
-        relative_margin: and at most the positive's, s, less this times the magnitude of s.
+        absolute_margin: and at most the positive's dot product minus this.
+        relative_margin: and at most s - this x |s|, s being the positive's dot product.
         group: see ``ranks``.
         tile: see ``ranks``.
         progress: see ``ranks``.

@@ -178,7 +178,7 @@ def conformance(results: Path) -> str:
         "### Error over bound",
         "Above 1 in bold. A dash: not claimed, or not tested. The last column is the power of the batch.",
         table(["loss", *columns], cells),
-        f"Not run, for want of a GPU: {'; '.join(left_out)}." if left_out else "",
+        f"Not run, because they need a GPU: {'; '.join(left_out)}." if left_out else "",
         "### Above the bound",
         "To reproduce a cell, append its command to `contrastile verify --loss peers.adapters:`, in `benchmarks`. "
         "Put `TRITON_INTERPRET=1` before it for what runs in the interpreter. "

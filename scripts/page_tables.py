@@ -239,16 +239,17 @@ def readme(found: Iterable[Data]) -> str:
     latest = max(alone, key=lambda data: str(data["environment"]["date"]))
     e = latest["environment"]
     several = [data for data in on_gpus if ranks(data) > 1 and data["environment"]["device"] == e["device"]]
-    fewest = min(several, key=ranks, default=None)
-    about = f"{e['device']}, torch {e['torch']}, {e['date'][:10]}."
+    shown = [latest, *sorted(several, key=ranks)[:1]]
+    days = " and ".join(sorted({data["environment"]["date"][:10] for data in shown}))
     lines, heads = [], dict.fromkeys(HEADS.values())
-    for data, wanted in ((latest, CALLS), (fewest, CALLS_OF_RANKS)):
-        timed = {} if data is None else calls(data)
+    for data, wanted in zip(shown, (CALLS, CALLS_OF_RANKS), strict=False):
+        timed = calls(data)
         for words, at in (timed[x] for x in wanted if x in timed):
             times = {HEADS[name]: ms for name, ms in at.items() if name in HEADS}
-            call = words + (f", on each of {ranks(data)} GPUs" if data is fewest and data else "")
+            call = words + (f", on each of {ranks(data)} GPUs" if data is not latest else "")
             lines.append([call, *(number(times.get(head)) for head in heads), _ratio(words, at)])
-    return f"{about}\n\n{table(['call', *(f'{head}, ms' for head in heads), _RATIO], lines)}"
+    head = ["call", *(f"{head}, ms" for head in heads), _RATIO]
+    return f"{e['device']}, torch {e['torch']}, {days}.\n\n{table(head, lines)}"
 
 
 def calls(data: Data) -> dict[str, tuple[str, dict[str, float]]]:

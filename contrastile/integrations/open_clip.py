@@ -33,7 +33,7 @@ def replace_losses() -> list[str]:
             if hasattr(module, name):
                 setattr(module, name, getattr(contrastile.nn, name))
     left = sorted(theirs - ours)
-    logging.getLogger(__name__).warning("contrastile: these stay open_clip's own: %s", ", ".join(left))
+    logging.getLogger(__name__).warning("contrastile: these stay open_clip's own: %s", ", ".join(left) or "none")
     return left
 
 

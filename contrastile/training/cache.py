@@ -58,19 +58,19 @@ def cached_step(
         offload: whether embeddings and their gradients are kept on the host; the loss is then given the embeddings
             there, and needs ``device=`` to be computed elsewhere.
         metrics: any of "loss" (always there), "scale" (the first of ``scale``), "rank@1" (``rank_at_1`` of the first
-            two embeddings of this rank; not with ``offload``) and "loss_seconds" (what the loss and its gradient by the
-            embeddings took; the rest of the call went to the encoders. On CUDA the host waits before the loss, and
-            until it is done).
+            two embeddings of this rank; not with ``offload``) and "loss_seconds" (the time of the loss and its gradient
+            by the embeddings; the encoders took the rest of the call. On CUDA the host waits before and after the
+            loss).
 
     Returns:
         The loss, 0-d without a graph; the global batch's where the loss has a group. With metrics a dict of 0-d tensors
         with "loss" and each metric.
 
     Raises:
-        TypeError, ValueError: an argument is invalid, or a rule of docs/how-to/training.md is broken;
-            before any forward where that can be known, and always before any gradient is added.
-        RuntimeError: gradients are off, nothing requires one (under FSDP2, in the last chunk), or beside DDP a
-            parameter is outside of it or unused.
+        TypeError, ValueError: an argument is invalid, or a rule of docs/how-to/training.md is broken; before any
+            forward pass if it can be known then, and always before any gradient is added.
+        RuntimeError: gradients are off, nothing requires one (under FSDP2, in the last chunk), or under DDP a parameter
+            is outside of DDP or unused.
     """
     if not isinstance(metrics, Iterable):
         raise TypeError(
@@ -200,7 +200,7 @@ def embed(
     sync: Sync = "auto",
     offload: bool = False,
 ) -> tuple[Any, Replay]:
-    """The two passes apart, for other people's loops: the embeddings, and what sends their gradients into the encoders.
+    """The two passes apart, for loops that compute their own loss: the embeddings, and a call of the second pass.
 
     The arguments are those of ``cached_step``.
 

@@ -19,8 +19,8 @@ class Budget:
     """A chunk size in elements: a chunk holds as many samples as fit, at least one.
 
     Attributes:
-        elements: how many elements of its largest tensor a chunk may hold: tokens of ``input_ids``, (b, length),
-            numbers of images of shape (b, channels, height, width).
+        elements: how many elements of its largest tensor a chunk may hold: tokens of ``input_ids`` (b, length), values
+            of images (b, channels, height, width).
 
     Raises:
         ValueError: ``elements`` is not positive.
@@ -212,7 +212,7 @@ def cut(batch: Any, size: Size | None, split: Splitter | None) -> Sliced | Liste
 
 
 def check_callable(name: str, given: Any, remedy: str) -> None:
-    """Raise TypeError, which ends in the remedy, for an argument that cannot be called."""
+    """Raise TypeError, which ends with the remedy, for an argument that cannot be called."""
     if not callable(given):
         raise TypeError(f"{name} must be a callable, got {type(given).__name__}; {remedy}")
 

@@ -102,7 +102,7 @@ def stream(batch: Any, size: Size, device: Any = None, *, total: float | None = 
             ranks, divided by n.
 
     Raises:
-        TypeError: the batch holds something else than tensors.
+        TypeError: the batch holds something other than tensors.
         ValueError: the tensors' first dimensions differ, or the size or total is not positive.
     """
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)

@@ -3,7 +3,7 @@
 All are norms over both towers' gradients, relative to the norm of the exact ones. The probabilistic bound is the
 a-priori one with a chain of n additions counted as ``CONFIDENCE sqrt(n)`` roundings where that is less: if roundings
 are independent and 0 on average, it holds for one sum with probability ``1 - 2 exp(-CONFIDENCE^2 / 2)`` (Higham and
-Mary, 2019). It is shown, and nothing is compared with it.
+Mary, 2019). It is shown, and decides nothing.
 """
 
 from __future__ import annotations

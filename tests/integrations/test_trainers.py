@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from launching import launch
+from pages import blocks, printed, read
 from recipes import SECTIONS, recipe
 from torch import Tensor, nn
 
@@ -72,8 +73,12 @@ def test_open_clip_s_losses_are_replaced_and_the_others_named(
     for name in ("ClipLoss", "CoCaLoss", "SigLipLoss", "DistillClipLoss", "GenLipLoss"):
         setattr(loss, name, type(name, (nn.Module,), {}))
     factory.ClipLoss = loss.ClipLoss  # type: ignore[attr-defined]
-    for module in (loss, factory):
+    library: Any = types.ModuleType("open_clip_train")
+    library.main = types.SimpleNamespace(main=lambda words: library.main.train_one_epoch(Named(), *words))
+    library.main.train_one_epoch = lambda model, *words: print(type(model))
+    for module in (loss, factory, library):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert "ChunkedModel" in printed(*blocks(read("docs/tutorials/larger-batch.md"), r' \{\.python title="train'))
     assert replace_losses() == ["GenLipLoss"]
     assert "these stay open_clip's own: GenLipLoss" in caplog.text
     made: Any = factory.ClipLoss(local_loss=True), loss.SigLipLoss(chunk_size=8), loss.CoCaLoss(2.0, 1.0)  # type: ignore[attr-defined]
