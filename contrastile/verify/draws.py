@@ -149,3 +149,10 @@ def sigmoid_problem(problem: Problem, bias: float) -> Problem:
     """The sigmoid problem of a softmax problem's features, weights and pairs."""
     bare = replace(problem, column_weight=None, column_target=None, row_target=np.zeros(len(problem.rows)))
     return replace(bare, kind="sigmoid", bias=round_to(bias, "float32"))
+
+
+def real(draw: Draw, b: int, d: int) -> Pairs:
+    """Real sentence embeddings, over and over."""
+    found = wordnet_pairs()
+    rows, columns = (unit(float64(x)[:, :d]) for x in (found.examples, found.glosses))
+    return np.resize(rows, (b, rows.shape[1])), np.resize(columns, (b, columns.shape[1]))

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from contrastile.backends.contract import Accuracy, state_dtype
-from contrastile.oracle.arrays import float64
 from contrastile.schedules.problem import Problem
-from contrastile.verify.draws import FAR, TRAINED, Draw, Pairs, certain_pairs, pairs, steps, unit, units, wordnet_pairs
+from contrastile.verify.draws import FAR, TRAINED, Draw, Pairs, certain_pairs, pairs, real, steps, units
 from contrastile.verify.losses.arguments import (
     OWN_NEGATIVES,
     Arguments,
@@ -108,12 +107,6 @@ def _repeated(draw: Draw, b: int, d: int) -> Pairs:
     return np.resize(rows, (b, d)), np.resize(columns, (b, d))
 
 
-def _real(draw: Draw, b: int, d: int) -> Pairs:
-    real = wordnet_pairs()
-    rows, columns = (unit(float64(x)[:, :d]) for x in (real.examples, real.glosses))
-    return np.resize(rows, (b, rows.shape[1])), np.resize(columns, (b, columns.shape[1]))
-
-
 def _not_a_number(draw: Draw, b: int, d: int) -> Pairs:
     rows, columns = pairs(draw, b, d)
     rows[b // 6, d // 5] = np.nan
@@ -188,9 +181,11 @@ def _thresholded(
     def make(draw: Draw, given: Arguments) -> Arguments:
         given = _optional(*makes, weighted=relative)(draw, given)
         query, key = given.features
+        if relative:
+            # a share of a negative product is above it
+            key = np.where(np.arange(len(key))[:, None] % 5, key, -key)
         x = query @ np.concatenate([key, *given.negatives]).T
-        itself = np.arange(len(x))
-        positives = given.keywords.get("positives", itself)
+        positives = given.keywords.get("positives", itself := np.arange(len(x)))
         own, square = x[itself, positives], x[:, : len(key)]
         sides = (x, own[:, None], positives), *([] if positives is not itself else [(square, own, itself)])
         excess = np.concatenate(
@@ -202,7 +197,7 @@ def _thresholded(
         high = np.sort(excess)[-90:-30]
         at = int(np.diff(high).argmax())
         options = {"threshold": float(high[at : at + 2].mean()), "threshold_is": "relative" if relative else "absolute"}
-        return replace(given, options=options)
+        return replace(given, features=(query, key), options=options)
 
     return make
 
@@ -225,12 +220,15 @@ def _option(
 
 _SHARED: dict[str, Any] = {"ids_are": "positives"}
 _INSIDE: dict[str, Any] = {"sum_positives": "inside"}
-_MEAN: dict[str, Any] = {"mean_positives": True}
 _OPTIONS = (
     _option("weights", "weights of samples", HIGH, (*_ROWWISE, *_SELF, "sigmoid_loss"), _optional()),
     _option("several", "ids that are positives", 20.0, (*_BATCH, *_ONE), _optional(_few, **_SHARED)),
     _option(
-        "several@mean", "positives that share a weight", 20.0, ("sigmoid_loss",), _optional(_few, **_SHARED, **_MEAN)
+        "several@mean",
+        "positives that share a weight",
+        20.0,
+        ("sigmoid_loss",),
+        _optional(_few, **_SHARED, mean_positives=True),
     ),
     _option("own-ids", "a queue of positives", 20.0, _ONE, _optional(_queue, **_SHARED)),
     _option(
@@ -254,6 +252,7 @@ _OPTIONS = (
     ),
     _option("margin", "a margin", 20.0, (*_ROWWISE, *_SELF), _optional(margin=0.35)),
     # of the shapes of the one before
+    _option("margin@labels", "a margin of L_in", 20.0, ("sup_con",), _optional(sum_positives="inside", margin=0.35)),
     _option("margin@below", "a margin below 0", HIGH, (*_ROWWISE, *_SELF), _optional(margin=-0.15)),
     _option(
         "margin@inside", "a margin, sum inside", 20.0, _ROWWISE, _optional(_few, **_SHARED, **_INSIDE, margin=0.35)
@@ -343,7 +342,7 @@ BATCHES = {
             "bias", "a positive bias", 37, 40, HIGH, pairs, 1.0, "bias", lambda draw, given: replace(given, bias=2.7)
         ),
         *_MAXSIM,
-        Batch("wordnet", "real sentence embeddings at CLIP's final scale", 1021, 384, 100.0, _real),
+        Batch("wordnet", "real sentence embeddings at CLIP's final scale", 1021, 384, 100.0, real),
         Batch(
             "nan", "a NaN in one feature: the loss is NaN, never a number and never a hang", 19, 24, 10.0, _not_a_number
         ),

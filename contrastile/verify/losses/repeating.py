@@ -16,7 +16,7 @@ from contrastile.verify import peak, process
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, identical, largest, wrong
 from contrastile.verify.layouts import transposed
 from contrastile.verify.losses.arguments import rounded
-from contrastile.verify.losses.cases import LossCase, build
+from contrastile.verify.losses.cases import LossCase, build, concerns
 from contrastile.verify.losses.properties import UPSTREAM, LossTrial, by_autograd, gradient_fields, placed
 from contrastile.verify.losses.subject import Call
 from contrastile.verify.trial import SkipError
@@ -115,9 +115,9 @@ def _written(x: Array, y: Array) -> None:
 def retained(trial: LossTrial) -> Comparisons:
     """A graph that is retained gives the same gradients a second time, with another upstream gradient too."""
     trial.only_by_autograd()
-    fields, trials = gradient_fields(trial.loss.claims), {"": trial}
-    if trial.loss.claims.positives:
-        trials["few keys, "] = trial.other(build("few-keys", trial.case.dtype, trial.loss.claims, trial.case.facts))
+    claims, fields, trials = trial.loss.claims, gradient_fields(trial.loss.claims), {"": trial}
+    kinds = {"few-keys": claims.positives, "ids": claims.ids and concerns("ids", "retained", None, claims.objective)}
+    trials |= {f"{x}, ": trial.other(build(x, trial.case.dtype, claims, trial.case.facts)) for x in kinds if kinds[x]}
     for kind, each in trials.items():
         call = each.call()
         value = call()
