@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from contrastile import retrieval
-from contrastile.comm.communicator import MismatchError
 from contrastile.comm.inprocess import InProcessGroup
 
 M, N, WIDTH, TILE = 23, 41, 5, 7
@@ -96,15 +95,6 @@ def test_a_fused_search_finds_what_tiles_do(monkeypatch: pytest.MonkeyPatch) -> 
     for k in (1, 5):
         for pair in zip(*(retrieval.top_k(rows, columns, k, tile=tile) for tile in (None, 99)), strict=True):
             assert torch.equal(*pair)
-
-
-def test_ranks_of_two_widths_are_refused_by_all() -> None:
-    def program(communicator: Any) -> Any:
-        x = torch.ones(3, 4 + communicator.rank)
-        with pytest.raises(MismatchError, match=r"one width and dtype.*\(4, .*\(5, "):
-            retrieval.ranks(x, x, group=communicator)
-
-    InProcessGroup(2).run(program)
 
 
 def test_no_rows() -> None:
