@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from contrastile import retrieval
-from contrastile.comm.communicator import MismatchError
 from contrastile.comm.inprocess import InProcessGroup
 
 M, N, WIDTH, TILE = 23, 41, 5, 7

@@ -9,7 +9,6 @@ from test_autograd import stepped
 from torch import Tensor
 
 import contrastile
-from contrastile import training
 
 M, N = 19, 27
 draw = torch.Generator().manual_seed(0)
@@ -37,10 +36,3 @@ def test_a_compiler_and_a_transform_have_the_same_bits() -> None:
     gradients, same = torch.func.grad_and_value(loss, (0, 1, 2))(ROWS, COLUMNS, SCALE)
     for found in (compiled, [same, *gradients], stepped(loss, *leaves())):
         assert all(map(torch.equal, found, expected))
-
-
-def test_a_gradient_cache_takes_a_loss_of_the_user_s_own() -> None:
-    towers = [torch.nn.Embedding.from_pretrained(x.clone(), freeze=False) for x in (ROWS, COLUMNS)]
-    scale, inputs = SCALE.clone().requires_grad_(), (torch.arange(M), torch.arange(N))
-    value = training.cached_step(tuple(towers), inputs, loss, scale=scale, chunk=5)
-    assert all(map(torch.equal, [value, *(x.weight.grad for x in towers), scale.grad], stepped(loss, *leaves())))

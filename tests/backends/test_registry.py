@@ -12,18 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from cupy_hosted import hosted
 
-import contrastile
 from contrastile.backends import choice, registry
 from contrastile.backends.choice import TABLE, choose
 from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError, Options
 from contrastile.backends.settings import kept_bytes, mebibytes, workspace_bytes
-from contrastile.comm.communicator import MismatchError
-from contrastile.comm.inprocess import InProcess, InProcessGroup
-from contrastile.schedules import handshake
 from contrastile.verify.facts import limits
 
 ROOT = Path(__file__).parents[2]
@@ -235,21 +230,3 @@ def test_the_precision_of_auto_rounds_no_more_than_float32_does() -> None:
         found = backend.accuracy("float32", min(backend.devices), *options)
         for name, limit in limits(backend.state("float32"), "float32", "ieee").items():
             assert getattr(found, name) <= limit, (backend.name, name)
-
-
-def test_ranks_that_would_take_different_backends_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    names = iter(("numpy", "torch"))
-    x = np.ones((3, 2), np.float32)
-
-    def program(comm: InProcess) -> None:
-        with pytest.raises(MismatchError) as error:
-            contrastile.clip_loss(x, x, 1.0, group=comm)
-        said.append(str(error.value))
-
-    # each rank asks once
-    monkeypatch.setattr(handshake, "choose", lambda *call: next(names) if call[4] is True else "")
-    InProcessGroup[None](2).run(program)
-    assert len(said) == 2
-    assert len(set(said)) == 1
-    assert "the backend that 'auto' takes (name one that every rank has) must be the same on every rank" in said[0]

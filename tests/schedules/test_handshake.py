@@ -14,6 +14,7 @@ from in_process_worlds import errors
 
 import contrastile
 from contrastile.comm.inprocess import InProcess
+from contrastile.schedules import handshake
 
 N, B, D = 3, 4, 5
 rng = np.random.default_rng(3)
@@ -50,6 +51,14 @@ def test_what_a_communicator_cannot_carry_every_rank_hears(monkeypatch: pytest.M
     reason = "the group carries no arrays on cpu; move them to cuda"
     monkeypatch.setattr(InProcess, "devices", property(lambda self: ["cuda"] if self.rank == 1 else ["cpu"]))
     assert everybody(clip) == f"MismatchError: rank 1: {reason}"
+
+
+def test_ranks_that_would_take_different_backends_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # each rank asks once
+    names = iter(("numpy", "torch", "torch"))
+    monkeypatch.setattr(handshake, "choose", lambda *call: next(names) if call[4] is True else "")
+    told = "MismatchError: the backend that 'auto' takes (name one that every rank has) must be the same on every rank"
+    assert everybody(clip).startswith(told)
 
 
 def test_local_is_for_a_world_of_one() -> None:

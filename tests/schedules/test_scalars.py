@@ -114,16 +114,3 @@ def test_the_first_replicated_calls_compare_and_then_one_of_sixteen() -> None:
     assert [bool(text) for text in words[0]] == [False] * 32 + [True]
     assert "in call 32 (clip_loss)" in words[0][-1]
     assert words[1:] == words[:1] * (N - 1)
-
-
-def test_a_number_and_a_tensor_do_not_meet() -> None:
-    def mixed(comm: InProcess) -> None:
-        image = torch.ones(B, D)
-        contrastile.clip_loss(image, image, torch.tensor(10.0) if comm.rank else 10.0, group=comm)
-
-    (first,), *others = errors(N, mixed)
-    assert first == (
-        'MismatchError: where scale and bias are must be the same on every rank, got ["a number"] on rank 0, ["cpu"] '
-        "on ranks 1, 2; make the same call on every rank"
-    )
-    assert others == [[first]] * (N - 1)

@@ -23,35 +23,20 @@ from contrastile import training
 from contrastile.training import chunks
 
 B, D = 17, 6
-DOUBLE = torch.float64
 
 
-def log_scale() -> nn.Parameter:
-    return nn.Parameter(torch.tensor(0.7, dtype=DOUBLE))
-
-
-def setting(dtype: torch.dtype = DOUBLE) -> tuple[list[nn.Module], list[Tensor]]:
+def setting() -> tuple[list[nn.Module], list[Tensor]]:
     """Two towers with dropout, and their inputs."""
     nets, inputs = list[nn.Module](), list[Tensor]()
     for i in range(2):
         torch.manual_seed(i)
-        nets.append(nn.Sequential(nn.Linear(4 + i, 9), nn.Tanh(), nn.Dropout(0.5), nn.Linear(9, D)).to(dtype))
-        inputs.append(torch.randn(B, 4 + i, dtype=dtype))
+        nets.append(nn.Sequential(nn.Linear(4 + i, 9), nn.Tanh(), nn.Dropout(0.5), nn.Linear(9, D)).double())
+        inputs.append(torch.randn(B, 4 + i, dtype=torch.float64))
     return nets, inputs
 
 
 def every_parameter(*modules: nn.Module) -> list[Tensor]:
     return [p for module in modules for p in module.parameters()]
-
-
-def cached(encode: Any, inputs: Any, loss: Any, *, scale: Any, chunk: Any) -> Tensor:
-    """The same call as ``cached_step``."""
-    value = training.Cached(loss, encode, chunk)(*inputs, scale=scale)
-    value.backward()
-    return value.detach()
-
-
-CALLS = pytest.mark.parametrize("call", [training.cached_step, cached])
 
 
 def checkpointed(net: nn.Module, reentrant: bool) -> Callable[[Tensor], Tensor]:
@@ -78,26 +63,6 @@ def test_encoders_may_be_checkpointed_or_compiled(made: Any) -> None:
     assert worst(taken(parameters), expected) <= 1
 
 
-@CALLS
-def test_the_graph_of_a_scale_may_be_shared_by_losses(call: Any) -> None:
-    """As in one sum of losses without a cache."""
-    towers, inputs = setting()
-    number = log_scale()
-    parameters = [*every_parameter(*towers), number]
-    found = []
-    for shared in (False, True):
-        scale = number.exp()
-        torch.manual_seed(0)
-        values = [
-            call(towers, tuple(inputs), loss, scale=scale if shared else number.exp, chunk=5)
-            for loss in (contrastile.clip_loss, contrastile.nt_xent)
-        ]
-        # and by what else the caller makes of it
-        (0.1 * scale).backward()
-        found.append([*values, *taken(parameters)])
-    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
-
-
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_frozen_tower_is_encoded_once_and_gets_no_gradient(frozen: int) -> None:
     towers, inputs = setting()
@@ -114,14 +79,13 @@ class WithScale(nn.Module):
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self.net, self.log_scale = net.requires_grad_(False), log_scale()
+        self.net, self.log_scale = net.requires_grad_(False), nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.net(x), self.log_scale.exp()
 
 
-@CALLS
-def test_a_scale_that_comes_out_of_a_frozen_tower_learns(call: Any) -> None:
+def test_a_scale_that_comes_out_of_a_frozen_tower_learns() -> None:
     towers, inputs = setting()
     first = WithScale(towers[0])
 
@@ -133,7 +97,7 @@ def test_a_scale_that_comes_out_of_a_frozen_tower_learns(call: Any) -> None:
         towers, [x.split(5) for x in inputs], contrastile.clip_loss, [first.log_scale.exp], parameters
     )
     torch.manual_seed(0)
-    call((first, towers[1]), tuple(inputs), loss, chunk=5, scale=None)
+    training.cached_step((first, towers[1]), tuple(inputs), loss, chunk=5)
     assert torch.equal(taken([first.log_scale])[0], expected.gradients[-1])
 
 
