@@ -114,15 +114,6 @@ def test_the_nearest_columns_are_those_of_faiss_s_exact_index() -> None:
         assert torch.equal(numbers[apart], where[:, :k][apart])
 
 
-def test_ranks_of_two_widths_are_refused_by_all() -> None:
-    def program(communicator: Any) -> Any:
-        x = torch.ones(3, 4 + communicator.rank)
-        with pytest.raises(MismatchError, match=r"one width and dtype.*\(4, .*\(5, "):
-            retrieval.ranks(x, x, group=communicator)
-
-    InProcessGroup(2).run(program)
-
-
 def test_no_rows() -> None:
     columns = torch.ones(4, 3)
     assert retrieval.ranks(columns[:0], columns).shape == (0,)
