@@ -54,10 +54,6 @@ FEW = ("smoke", "ragged", "hot", "all-negative", "ids-drop@far", "labels", "bloc
 """One case of each kind."""
 
 
-def names() -> list[str]:
-    return list(CASES)
-
-
 Weights = Callable[[Draw, int, int], dict[str, Any]]
 """(draw, m, n) -> weights and positives."""
 

@@ -24,7 +24,7 @@ from contrastile.reporting import (
 from contrastile.verify import cases, launched, page, report
 from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.execution import DTYPES
-from contrastile.verify.losses import names
+from contrastile.verify.losses import selection as losses
 from contrastile.verify.options import OPTIONS, selected, settle, whole
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Failure, Row, Run
@@ -86,8 +86,8 @@ def listing() -> str:
     lines += [f"  {p.case:24}{p.name}: {p.about}" for p in PROPERTIES.values() if p.case is not None]
     lines += ["properties", *(f"  {p.name:24}{p.about}" for p in PROPERTIES.values())]
     lines += ["properties of a --world", *(f"  {p.name:24}{p.about}" for p in DISTRIBUTED.values())]
-    lines += ["cases of a --loss", *(f"  {name:24}{about}" for name, about in names.CASES.items())]
-    lines += ["properties of a --loss", *(f"  {name:24}{about}" for name, about in names.PROPERTIES.items())]
+    lines += ["cases of a --loss", *(f"  {name:24}{about}" for name, about in losses.CASES.items())]
+    lines += ["properties of a --loss", *(f"  {name:24}{about}" for name, about in losses.ABOUT.items())]
     return "\n".join(lines)
 
 

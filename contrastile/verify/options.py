@@ -17,9 +17,8 @@ from contrastile.verify import cases, launched, public, strategies
 from contrastile.verify.comparison import Comparisons, wrong
 from contrastile.verify.distributed import DISTRIBUTED, SHARDED
 from contrastile.verify.execution import DTYPES
-from contrastile.verify.losses import names
 from contrastile.verify.losses.claims import OBJECTIVES
-from contrastile.verify.losses.selection import LossSelection
+from contrastile.verify.losses.selection import ABOUT, CASES, LossSelection
 from contrastile.verify.losses.subject import Loss
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Check
@@ -104,12 +103,12 @@ def settle(options: argparse.Namespace) -> list[str]:
     """
     given, ranks = options, options.world in ("mpi", "torch")
     known = PROPERTIES if given.world is None else DISTRIBUTED
-    every = [*cases.names(), *dict.fromkeys(p.case for p in known.values() if p.case is not None)]
+    every = [*cases.CASES, *dict.fromkeys(p.case for p in known.values() if p.case is not None)]
     properties = list(known)
     if given.loss:
         if given.backend or given.world is not None:
             raise CannotRunError("--loss must be given without --backend and --world: run them apart")
-        every, properties = list(names.CASES), list(names.PROPERTIES)
+        every, properties = list(CASES), list(ABOUT)
     elif given.objective:
         raise CannotRunError(f"--objective must be given with --loss, got {given.objective} alone")
     left_out = []

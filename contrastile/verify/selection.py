@@ -78,7 +78,7 @@ class Selection:
         return found
 
     def case_names(self) -> list[str]:
-        return [name for name in cases.names() if self.cases is None or name in self.cases]
+        return [name for name in cases.CASES if self.cases is None or name in self.cases]
 
     def own_cases(self, each: Property) -> list[str]:
         if each.case is None:

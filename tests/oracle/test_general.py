@@ -8,7 +8,7 @@ import pytest
 import torch
 from balls import Ball, U, agrees, general, sigmoid
 from hypothesis import given, settings
-from oracle_problems import RAGGED, Problem, problems
+from oracle_problems import PROBLEMS, RAGGED, Problem
 
 from contrastile.oracle.general import gradient_of_logits, gradients, logits, loss, merge, row_lse
 from contrastile.oracle.pairs import Pairs
@@ -57,7 +57,7 @@ B = 7.0
 
 
 @settings(max_examples=30)
-@given(p=problems(largest=5))
+@given(p=PROBLEMS)
 def test_autograd_of_the_definition_agrees(p: Problem) -> None:
     softmax = loss(*p.general()), gradient_of_logits(*p.general()), by_autograd(p), general(p)
     of_pairs = sigmoid_terms(p.x, p.P, p.A).sum() / B, gradient_of_sigmoid_logits(p.x, p.P, B, p.A)

@@ -152,23 +152,24 @@ def _with_gradients(call: Target, args: Any) -> tuple[Array, ...]:
     return value.detach(), *(x.grad for x, y in zip(given, floats, strict=True) if y)
 
 
-def _chunked(
-    step: Callable[..., Array], loss: Target, settings: dict[str, Any], args: Any, keywords: dict[str, Any]
-) -> Array:
+def cached(step: Callable[..., Array], loss: Target, settings: dict[str, Any]) -> Target:
     """A step of the gradient cache whose towers' parameters are the features: row i encodes to features[i]."""
-    import torch
-
     count = 1 if loss is losses.sup_con else 2
-    labels = [x for x in args[count : count + 1] if count == 1]
-    # no tower can take another's input
-    towers = tuple(lambda index, x=x, n=n: x[index - n * len(x)] for n, x in enumerate(args[:count]))
-    inputs = tuple(torch.arange(n * len(x), (n + 1) * len(x), device=x.device) for n, x in enumerate(args[:count]))
 
-    def of_embeddings(*given: Array) -> Array:
-        found: Array = loss(*given[:count], *labels, *given[count:], **settings, **keywords)
-        return found
+    def target(*args: Any, **keywords: Any) -> Array:
+        import torch
 
-    return step(towers, inputs, of_embeddings, tuple(args[count + len(labels) :]))
+        labels = [x for x in args[count : count + 1] if count == 1]
+        # no tower can take another's input
+        towers = tuple(lambda index, x=x, n=n: x[index - n * len(x)] for n, x in enumerate(args[:count]))
+        inputs = tuple(torch.arange(n * len(x), (n + 1) * len(x), device=x.device) for n, x in enumerate(args[:count]))
+
+        def of_embeddings(*given: Array) -> Any:
+            return loss(*given[:count], *labels, *given[count:], **settings, **keywords)
+
+        return step(towers, inputs, of_embeddings, args[count + len(labels) :])
+
+    return target
 
 
 def _cached_step(towers: Any, inputs: Any, loss: Target, numbers: Any) -> Any:
@@ -225,10 +226,6 @@ def stepped(way: Callable[..., Target], loss: Target, settings: dict[str, Any]) 
     """Another way, whose call goes back itself, or may: it returns the gradients that are left."""
     target = way(loss, settings)
     return lambda *args, **keywords: _with_gradients(partial(target, **keywords), args)
-
-
-def cached(step: Callable[..., Array], loss: Target, settings: dict[str, Any]) -> Target:
-    return lambda *args, **keywords: _chunked(step, loss, settings, args, keywords)
 
 
 def _cached(towers: Any, inputs: Any, loss: Target, numbers: Any) -> Any:

@@ -310,12 +310,10 @@ def claimed(held: str | Callable[[Claims], object], what: str) -> Callable[[Clai
     return lambda claims: "" if (getattr(claims, held) if isinstance(held, str) else held(claims)) else what
 
 
-def by_autograd(claims: Claims) -> str:
-    return (
-        ""
-        if claims.by_autograd and (claims.feature_gradients or claims.scale_gradient)
-        else "gradients through autograd"
-    )
+by_autograd = claimed(
+    lambda claims: claims.by_autograd and (claims.feature_gradients or claims.scale_gradient),
+    "gradients through autograd",
+)
 
 
 ONE_CALL = {

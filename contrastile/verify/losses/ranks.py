@@ -82,11 +82,8 @@ def missing(claims: Claims) -> str:
     """Why a loss with these claims is not tested on ranks, "" where it is."""
     if not claims.ranks:
         return "several ranks"
-    return (
-        ""
-        if claims.by_autograd and claims.feature_gradients
-        else "several ranks, whose gradients DDP takes from autograd"
-    )
+    learns = claims.by_autograd and claims.feature_gradients
+    return "" if learns else "several ranks, whose gradients DDP takes from autograd"
 
 
 def check(loss: Loss, name: str, ranks: int, fields: tuple[str, ...]) -> Comparisons:

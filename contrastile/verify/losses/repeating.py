@@ -103,13 +103,8 @@ def rewritten(trial: LossTrial) -> Comparisons:
 
 
 def _written(x: Array, y: Array) -> None:
-    if hasattr(x, "detach"):
-        import torch
-
-        with torch.no_grad():
-            x.copy_(y)
-        return
-    x[...] = y
+    to, new = (z.detach() if hasattr(z, "detach") else z for z in (x, y))
+    to[...] = new
 
 
 def retained(trial: LossTrial) -> Comparisons:

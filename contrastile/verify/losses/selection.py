@@ -17,6 +17,11 @@ from contrastile.verify.losses.properties import LossProperty, LossTrial
 from contrastile.verify.losses.subject import Loss
 from contrastile.verify.runner import Check, Row, Run
 
+CASES = {**{name: each.about for name, each in BATCHES.items()}, **OWN, **ranks.SHARDS}
+ABOUT = {name: each.about for name, each in PROPERTIES.items()}
+ABOUT |= {name: about for name, (_, about) in ranks.DISTRIBUTED.items()}
+"""The cases and the properties, and what they are."""
+
 
 @dataclass(frozen=True, slots=True)
 class LossSelection:

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,34 +12,13 @@ import pytest
 
 from contrastile.cli import main
 
-# on NumPy arrays: no process has to import torch
-KERNELS = """
-import contrastile
-both = contrastile.value_and_grad(contrastile.clip_loss)
-one_way = contrastile.value_and_grad(contrastile.info_nce)
-
-def right(image, text, scale):
-    value, gradients = both(image, text, scale)
-    return value, *gradients
-
-def wrong(image, text, scale):
-    value, *gradients = right(image, text, scale)
-    return value * (1 + 2.0**-10), *gradients
-
-def nce(query, key, scale):
-    value, gradients = one_way(query, key, scale)
-    return value, *gradients
-
-for each in (right, wrong, nce):
-    each.claims = {"library": "numpy"}
-"""
 QUICK = ["--dtype", "float32", "float64", "--case", "ragged", "--property", "value", "gradients"]
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """The current directory, which holds kernels.py and is not searched yet."""
-    (tmp_path / "my_kernels.py").write_text(KERNELS, encoding="utf-8")
+    shutil.copy(Path(__file__).with_name("numpy_losses.py"), tmp_path / "my_kernels.py")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(tmp_path))])
     return tmp_path

@@ -7,23 +7,7 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[3]
-KERNELS = """
-import numpy as np
-import contrastile
-both = contrastile.value_and_grad(contrastile.clip_loss)
-
-def right(image, text, scale):
-    value, gradients = both(image, text, scale)
-    return value, *gradients
-
-def defect(image, text, scale):
-    # the last pair is left out where their number is odd
-    b = len(image) // 2 * 2 or 1
-    value, gradients = both(image[:b], text[:b], scale)
-    return value, *(x if x.ndim == 0 else x[np.arange(len(image)) % b] for x in gradients)
-
-right.claims = defect.claims = {"library": "numpy"}
-"""
+KERNELS = Path(__file__).with_name("numpy_losses.py").read_text(encoding="utf-8")
 CONFTEST = """
 from kernels import defect, right
 
@@ -106,21 +90,16 @@ def test_the_checks_of_a_backend_are_tests(tmp_path):
     assert re.search(r"FAILED .*::ill:backend/one-row/value/float64 - worker .* crashed", out)
 
 
-def test_the_options_of_the_checks_are_nobody_else_s(tmp_path):
+def test_a_project_that_names_no_loss_imports_nothing_of_the_package_and_has_options_of_its_own(tmp_path):
     conftest = """
 def pytest_addoption(parser):
     parser.addoption("--backend")
 """
-    test = "def test_it(pytestconfig): assert pytestconfig.getoption('backend') == 'theirs'"
-    assert "1 passed" in run(tmp_path, "--backend", "theirs", conftest=conftest, test_it=test)
-
-
-def test_a_project_that_names_no_loss_imports_nothing_of_the_package(tmp_path):
     test = """
 import sys
 
-def test_it():
+def test_it(pytestconfig):
+    assert pytestconfig.getoption("backend") == "theirs"
     assert not [name for name in sys.modules if name.partition(".")[0] in ("contrastile", "numpy", "torch")]
 """
-    out = run(tmp_path, conftest="value = 3\n", test_it=test)
-    assert "1 passed" in out
+    assert "1 passed" in run(tmp_path, "--backend", "theirs", conftest=conftest, test_it=test)
