@@ -152,11 +152,8 @@ Job = tuple[str, str, int, Callable[[], Call] | None, str]
 
 def ours(case: Case, backend: str, **how: Any) -> Loss:
     """A case's loss by the front door."""
-    function = getattr(contrastile, case.loss.split()[0])
-    settings = {"backend": backend, **case.settings, **how}
-    if case.loss == "sigmoid_loss":
-        return lambda *given, **more: function(*given, -10.0, **more, **settings)
-    return lambda *given, **more: function(*given, **more, **settings)
+    bias = {"bias": -10.0} if case.loss == "sigmoid_loss" else {}
+    return partial(getattr(contrastile, case.loss.split()[0]), backend=backend, **bias, **case.settings, **how)
 
 
 def jobs(part: str, case: Case, ranks: Ranks, backends: list[str]) -> Iterator[Job]:

@@ -38,17 +38,7 @@ CURVE = 1024
 
 
 class Batches(list[Any]):
-    """What the loop reads of a loader."""
-
-    @property
-    def num_batches(self) -> int:
-        """How many."""
-        return len(self)
-
-    @property
-    def num_samples(self) -> int:
-        """Pairs in all."""
-        return sum(len(images) for images, _ in self)
+    """A list that may have further attributes, which the loop reads of a loader."""
 
 
 def pairs(b: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +79,8 @@ def open_clip(way: str, b: int, steps: int, chunk: int) -> dict[str, Any]:
 
     for step in range(steps):
         images, texts = pairs(b, step % 4)
-        batches = Batches(zip(images.chunk(parts), texts.chunk(parts), strict=True))
+        batches: Any = Batches(zip(images.chunk(parts), texts.chunk(parts), strict=True))
+        batches.num_batches, batches.num_samples = len(batches), b
         data = {"train": SimpleNamespace(set_epoch=lambda _: None, dataloader=batches)}
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,38 +80,25 @@ def gradient_of(model: Any, loss: Any, many: int = 3) -> tuple[Tensor, Tensor]:
     return value.detach(), model[0].embeddings.grad / 2.0
 
 
-def wrappers() -> dict[str, Callable[[Any, Any], Any]]:
-    from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
-
-    def matryoshka(model: Any, loss: Any) -> Any:
-        return MatryoshkaLoss(model, loss, [DIMENSION, 5, 3], [1.0, 0.5, 0.25])
-
-    return {
-        "itself": lambda model, library: library.MultipleNegativesRankingLoss(model),
-        "cached": lambda model, library: library.CachedMultipleNegativesRankingLoss(model, mini_batch_size=3),
-        "Matryoshka": lambda model, library: matryoshka(model, library.MultipleNegativesRankingLoss(model)),
-        "cached Matryoshka": lambda model, library: matryoshka(
-            model, library.CachedMultipleNegativesRankingLoss(model, mini_batch_size=3, scale=SCALE)
-        ),
-    }
-
-
-def compared(pairs: list[tuple[Any, Any]], scale: float, name: str = "") -> None:
+def compared(pairs: list[tuple[Any, Any]], scale: float) -> None:
     """Hold a loss of ours to the library's; each is a model and its loss."""
     (theirs, expected), (found, gradient) = (gradient_of(model, loss) for model, loss in pairs)
     limit = allowed(4 * ROWS, scale)
-    assert abs(theirs - found).item() <= limit, name
-    assert (expected - gradient).abs().max().item() <= limit, name
+    assert abs(theirs - found).item() <= limit
+    assert (expected - gradient).abs().max().item() <= limit
 
 
-def test_inside_the_library_s_wrappers_they_are_its_own_losses() -> None:
+@pytest.mark.parametrize("more", [{}, {"mini_batch_size": 3, "scale": SCALE}])
+def test_inside_matryoshka_they_are_the_library_s_own_losses(more: dict[str, Any]) -> None:
     from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 
-    losses, ours = libraries()
-    for name, make in wrappers().items():
-        models = [encoder(SentenceTransformer, 3) for _ in range(2)]
-        pairs = [(model, make(model, library)) for model, library in zip(models, (losses, ours), strict=True)]
-        compared(pairs, 3 * 20.0, name)
+    pairs, name = [], f"{'Cached' if more else ''}MultipleNegativesRankingLoss"
+    for library in libraries():
+        model = encoder(SentenceTransformer, 3)
+        loss = MatryoshkaLoss(model, getattr(library, name)(model, **more), [DIMENSION, 5, 3], [1.0, 0.5, 0.25])
+        pairs.append((model, loss))
+    compared(pairs, 3 * 20.0)
 
 
 def test_splade_takes_it() -> None:

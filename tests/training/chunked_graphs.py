@@ -19,12 +19,11 @@ from contrastile.verify.arithmetic import gamma
 
 @dataclass(frozen=True)
 class Step:
-    """A loss, the gradients of parameters, their bounds, and the sums of magnitudes that these are made of."""
+    """A loss, the gradients of parameters, and their bounds."""
 
     loss: Tensor
     gradients: list[Tensor]
     bounds: list[Tensor]
-    sums: list[Tensor]
 
 
 def graphs_kept(
@@ -55,7 +54,7 @@ def graphs_kept(
     found = torch.autograd.grad(value, parameters, allow_unused=True)
     gradients = [torch.zeros_like(p) if x is None else x for x, p in zip(found, parameters, strict=True)]
     bounds = [2 * gamma(units * torch.finfo(x.dtype).eps / 2) * x for x in sums]
-    return Step(value.detach(), gradients, bounds, sums)
+    return Step(value.detach(), gradients, bounds)
 
 
 def taken(parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -66,10 +65,10 @@ def taken(parameters: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def worst(found: Sequence[Tensor], expected: Step, factor: float = 1.0) -> float:
+def worst(found: Sequence[Tensor], expected: Step) -> float:
     """The largest error in bounds; infinite where the bound is 0."""
     ratios = [0.0]
     for x, y, bound in zip(found, expected.gradients, expected.bounds, strict=True):
-        error = (x - factor * y).abs()
-        ratios.append(float(torch.where(error == 0, 0.0, error / (factor * bound)).max()))
+        error = (x - y).abs()
+        ratios.append(float(torch.where(error == 0, 0.0, error / bound).max()))
     return max(ratios)

@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from train_towers import calls, counted
+from train_cached import calls, counted
 from transformers import TrainingArguments
 
 import contrastile

@@ -1,4 +1,8 @@
-"""Cached steps under DDP and FSDP2: the gradients of the one global loss, and one reduction per step."""
+"""Cached steps under DDP and FSDP2: the gradients of the one global loss, and one reduction per step.
+
+It prints the largest error of a parameter's gradient, relative to its norm, beside the whole batch in one process; all
+in float64.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,108 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "comm" / "programs"))
 
 import torch
 import torch.distributed as dist
-import train_towers
-from chunked_graphs import worst
 from engines import say
 from primitives import refusal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from train_towers import CHUNK, SCALE, SHARDS, Towers, calls, clip, counted, expected
 
+import contrastile
 from contrastile import training
 from contrastile.training.sync import Reduction
 
 UNUSED = {"find_unused_parameters": True}
+SHARDS = {2: (9, 14), 3: (9, 0, 14)}
+CHUNK, INPUTS, HIDDEN, WIDTH, SCALE = 4, 5, 7, 9, 10.0
+calls: list[int] = []
+"""One for each reduction."""
+
+
+class Towers(nn.Module):
+    """Features of both sides, and the scale of the logits, from parameters that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(23)
+        self.image, self.text = (
+            nn.Sequential(nn.Linear(INPUTS, HIDDEN, bias=False), nn.ReLU(), nn.Linear(HIDDEN, WIDTH, bias=False))
+            for _ in range(2)
+        )
+        # FSDP2 takes no parameters without an axis
+        self.logit_scale = nn.Parameter(torch.zeros(1))
+        self.double()
+
+    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, ...]:
+        return self.image(images), self.text(texts), self.scale()
+
+    def scale(self) -> Tensor:
+        return SCALE * self.logit_scale.exp()
+
+
+def clip(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    """The loss, as open_clip's own training makes it."""
+    place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    made = contrastile.nn.ClipLoss(local_loss=True, gather_with_grad=True, cache_labels=True, **place)
+    loss = made(image, text, scale)
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def given(rank: int) -> tuple[Tensor, Tensor]:
+    """Images and texts of a rank."""
+    draw = torch.Generator().manual_seed(rank)
+    image, text = torch.randn(2, SHARDS[dist.get_world_size()][rank], INPUTS, dtype=torch.float64, generator=draw)
+    return image, text
+
+
+def expected() -> list[Tensor]:
+    """The gradients of the whole batch in one process."""
+    model, parts = Towers(), [given(rank) for rank in range(dist.get_world_size())]
+    loss: Any = contrastile.clip_loss(*model(*map(torch.cat, zip(*parts, strict=True))))
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def largest_error(found: list[Tensor], exact: list[Tensor]) -> float:
+    # where nothing learns, 0 or infinite
+    return max(
+        0.0 if torch.equal(x, y) else ((x - y).norm() / y.norm()).item() for x, y in zip(found, exact, strict=True)
+    )
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Of the parameters of ``Towers``, in their order; whole where a trainer keeps them in shards."""
+    named: dict[str, Any] = {name.removeprefix("module."): x.grad for name, x in model.named_parameters()}
+    found = [named[name] for name, _ in Towers().named_parameters()]
+    return [x.full_tensor() if hasattr(x, "full_tensor") else x for x in found]
+
+
+def counted(model: DistributedDataParallel) -> DistributedDataParallel:
+    """DDP, whose reductions are counted in ``calls``; it has one bucket here."""
+
+    # DDP reads a hook's annotations: they must be types, and no text
+    def hook(_, bucket):  # type: ignore[no-untyped-def]
+        calls.append(1)
+        sent = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        return sent.get_future().then(lambda done: done.value()[0])
+
+    model.register_comm_hook(None, hook)
+    return model
+
+
+def fsdp() -> nn.Module:
+    model = Towers()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for tower in (model.image, model.text):
+        fully_shard(tower, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 class Dispatching(Towers):
@@ -52,13 +140,6 @@ def towers(model: nn.Module) -> tuple[Callable[[Tensor], Tensor], ...]:
     return (lambda x: model(image=x)), (lambda x: model(text=x))
 
 
-def divided(model: nn.Module, by: float) -> nn.Module:
-    for p in model.parameters():
-        assert p.grad is not None
-        p.grad /= by
-    return model
-
-
 def stepped(model: nn.Module, encode: Any, inputs: Any, *, times: int = 1, **how: Any) -> nn.Module:
     """A model after cached steps; the second comes after DDP has rebuilt its buckets and broadcast its buffers."""
     for _ in range(times):
@@ -81,18 +162,6 @@ def by_hand_apart(inputs: Any) -> nn.Module:
     clip(*outputs, scale_of(model)()).backward()
     replay()
     return model
-
-
-def later(inputs: Any) -> nn.Module:
-    """Accumulated: an outer no_sync is respected, the step after it reduces both."""
-    model = ddp(Dispatching())
-    step = functools.partial(training.cached_step, towers(model), inputs, clip, scale=scale_of(model), chunk=CHUNK)
-    with model.no_sync():
-        step()
-        assert not calls
-        assert not model.require_backward_grad_sync
-    step()
-    return divided(model, 2)
 
 
 class Wider(Towers):
@@ -123,12 +192,9 @@ def with_an_empty_chunk(x: Tensor, size: int) -> list[Tensor]:
 
 
 TRAINERS: dict[str, Callable[[Any], nn.Module]] = {
-    # one module for both towers, whose forward gives the scale too
-    "together": lambda x: stepped(model := ddp(Towers()), model, x),
     "apart": apart,
     "by hand, apart": by_hand_apart,
     "one each": lambda x: stepped(model := Towers(), (ddp(model.image), ddp(model.text)), x, scale=scale_of(model)),
-    "later": later,
     "unused": unused,
     # DDP looks for unused parameters, and the scale is none that the last forward uses
     "unused outside": lambda x: stepped(
@@ -159,12 +225,12 @@ def frozen(which: str, inputs: Any, *, sharded: bool) -> float:
     assert len(calls) == 1, calls
     for x in module.parameters():
         x.grad = torch.zeros_like(x) if x.grad is None else x.grad
-    exact, found = expected(), train_towers.gradients(model)
+    exact, found = expected(), gradients(model)
     for i, (name, _) in enumerate(Towers().named_parameters()):
         if name.startswith((which, *["logit"] * sharded)):
             # it does not learn
-            exact.gradients[i].zero_()
-    return worst(found, exact)
+            exact[i].zero_()
+    return largest_error(found, exact)
 
 
 @contextmanager
@@ -185,8 +251,8 @@ def counting() -> Iterator[None]:
         setattr(dist, collective, real)
 
 
-def fsdp(inputs: Any) -> nn.Module:
-    model = train_towers.fsdp()
+def accumulated(inputs: Any) -> nn.Module:
+    model = fsdp()
     with counting():
         training.cached_step(model, inputs, clip, chunk=CHUNK)
         once = len(calls)
@@ -204,7 +270,9 @@ def fsdp(inputs: Any) -> nn.Module:
         assert [len(feed) for feed in feeds] == lengths
         assert len(calls) == 2 * once
         calls[:] = calls[:once]
-    return divided(model, 2)
+    for p in model.parameters():
+        p.grad /= 2  # type: ignore[operator]
+    return model
 
 
 def refusals(inputs: Any) -> list[str]:
@@ -212,7 +280,7 @@ def refusals(inputs: Any) -> list[str]:
     inner = ddp(Dispatching())
     around: Any = inner.module
     static = ddp(Towers(), static_graph=True)
-    sharded: Any = train_towers.fsdp()
+    sharded: Any = fsdp()
 
     tries: list[Callable[[], Any]] = [
         lambda: training.cached_step((around.image, around.text), inputs, clip, chunk=CHUNK),
@@ -267,7 +335,7 @@ def flags(*models: Any) -> list[bool]:
 
 def restored(inputs: Any) -> str:
     """An error in the second pass leaves no module without its reduction."""
-    models: tuple[Any, Any] = ddp(Towers()), train_towers.fsdp()
+    models: tuple[Any, Any] = ddp(Towers()), fsdp()
     assert all(flags(*models))
     for model in models:
         step = functools.partial(training.cached_step, functools.partial(failing, model), inputs, clip, chunk=CHUNK)
@@ -285,11 +353,11 @@ def failing(model: nn.Module, *x: Tensor) -> Any:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    rank, inputs, exact = dist.get_rank(), train_towers.given(), expected()
-    for trainer, run in [*TRAINERS.items(), ("fsdp", fsdp)]:
+    rank, inputs, exact = dist.get_rank(), given(dist.get_rank()), expected()
+    for trainer, run in [*TRAINERS.items(), ("fsdp", accumulated)]:
         calls.clear()
-        found = train_towers.gradients(run(inputs))
-        say(rank, f"{trainer} {len(calls)}: {worst(found, exact):.3g}")
+        found = gradients(run(inputs))
+        say(rank, f"{trainer} {len(calls)}: {largest_error(found, exact):.3g}")
     for which in ("image", "text"):
         for sharded in (False, True):
             say(rank, f"frozen {which} {sharded}: {frozen(which, inputs, sharded=sharded):.3g}")
