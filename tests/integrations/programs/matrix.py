@@ -32,7 +32,7 @@ sys.path.extend(
 )
 
 import accelerate
-import recipes
+import lightning
 import retrievers
 import tiny_models
 import torch
@@ -41,7 +41,7 @@ from accelerate.state import AcceleratorState
 from engines import say
 from lightning.pytorch.strategies import ModelParallelStrategy
 from peers import stubs
-from recipes import Batches, recipe
+from recipes import recipe
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -57,6 +57,7 @@ from contrastile.integrations.transformers import ImageTextFeatures
 PAIRS, CHUNK = 23, 4
 WAYS = ("plain", "cached", "compile", "checkpointing", "LoRA", "bf16", "accumulation")
 SHARDED = ("FSDP2", "ZeRO 1", "ZeRO 2")
+LOSS = functools.partial(contrastile.clip_loss, group="world")
 Model, Given, Batch = nn.Module, list[Any], Any
 
 
@@ -71,11 +72,8 @@ class Pairs(nn.Module):
         return self.features(**dict(zip(tiny_models.inputs(0), inputs, strict=True)))
 
 
-class Sharded(recipe("Lightning")["CachedOnSeveral"]):  # type: ignore[misc]
-    """FSDP2 as Lightning asks for it."""
-
-    def configure_model(self) -> None:
-        sharded(self.model)
+class Batches(list[Any]):
+    """Batches that a trainer takes as they are, and reads attributes of."""
 
 
 def rate(name: str) -> float:
@@ -107,7 +105,6 @@ def zero(way: str, steps: int, **more: Any) -> dict[str, Any]:
 
 def by_pytorch(model: Model, batches: Given, way: str) -> None:
     wrapped: Any = sharded(model) if way == "FSDP2" else DistributedDataParallel(model) if several() else model
-    loss = functools.partial(contrastile.clip_loss, group="world" if several() else None)
     optimiser = sgd(model)
     for i, batch in enumerate(batches):
         early = several() and i + 1 < len(batches)
@@ -116,9 +113,9 @@ def by_pytorch(model: Model, batches: Given, way: str) -> None:
             wrapped.no_sync() if early else nullcontext(),
         ):
             if way == "plain":
-                loss(*wrapped(*batch)).backward()
+                LOSS(*wrapped(*batch)).backward()
             else:
-                (training.Cached(loss, wrapped, CHUNK)(*batch) / len(batches)).backward()
+                (training.Cached(LOSS, wrapped, CHUNK)(*batch) / len(batches)).backward()
     optimiser.step()
 
 
@@ -181,13 +178,17 @@ def by_open_clip(model: Model, batches: Given, way: str) -> None:
 
 
 def by_lightning(model: Model, batches: Given, way: str) -> None:
-    kind = Sharded if way == "FSDP2" else recipe("Lightning")["CachedOnSeveral" if several() else "Cached"]
-    module: Any = kind(model, PAIRS if way == "plain" else CHUNK)
+    kind = recipe("Lightning")["CachedOnSeveral" if several() else "Cached"]
+    module = kind(model, PAIRS if way == "plain" else CHUNK)
     module.configure_optimizers = lambda: sgd(model)
+    if way == "FSDP2":
+        module.configure_model = lambda: sharded(model)
     strategy = {"FSDP2": ModelParallelStrategy(), "ZeRO 1": "deepspeed_stage_1", "ZeRO 2": "deepspeed_stage_2"}
     how: dict[str, Any] = {"devices": dist.get_world_size(), "precision": "bf16-mixed" if way == "bf16" else "32-true"}
     how |= {"strategy": strategy.get(way, "ddp" if several() else "auto"), "accumulate_grad_batches": len(batches)}
-    recipes.by_lightning(module, batches, **how)
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    how |= {"accelerator": "cpu", "max_epochs": 1, **dict.fromkeys(quiet, False)}
+    lightning.Trainer(**how).fit(module, Batches(batches))
 
 
 def by_accelerate(model: Model, batches: Given, way: str) -> None:
@@ -208,12 +209,11 @@ def by_deepspeed(model: Model, batches: Given, way: str) -> None:
     import deepspeed
 
     engine, *_ = deepspeed.initialize(model=model, optimizer=sgd(model), config=zero(way, len(batches)))
-    loss = functools.partial(contrastile.clip_loss, group="world" if several() else None)
     for batch in batches:
         if way == "plain":
-            engine.backward(loss(*engine(*batch)))
+            engine.backward(LOSS(*engine(*batch)))
         else:
-            training.cached_step(engine, batch, loss, chunk=CHUNK)
+            training.cached_step(engine, batch, LOSS, chunk=CHUNK)
         engine.step()
 
 
@@ -254,10 +254,6 @@ def pairs() -> tuple[Model, Batch]:
     return Pairs(tiny_models.clip()), tuple(tiny_models.inputs(PAIRS).values())
 
 
-def features(model: Model) -> tuple[Model, Batch]:
-    return ImageTextFeatures(model), tiny_models.inputs(PAIRS)
-
-
 def of_open_clip_s_own() -> tuple[Model, Batch]:
     stubs.install()
     import open_clip
@@ -288,7 +284,8 @@ class Library(NamedTuple):
 
 
 def of(make: Callable[[], Any], loss: Any) -> Library:
-    return Library(lambda: features(make()), of_transformers, functools.partial(by_transformers, loss))
+    given = lambda: (ImageTextFeatures(make()), tiny_models.inputs(PAIRS))  # noqa: E731
+    return Library(given, of_transformers, functools.partial(by_transformers, loss))
 
 
 def retriever(loss: Any, way: str = "plain") -> Library:

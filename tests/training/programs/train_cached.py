@@ -106,8 +106,8 @@ def counted(model: DistributedDataParallel) -> DistributedDataParallel:
     return model
 
 
-def fsdp() -> nn.Module:
-    model = Towers()
+def fsdp(model: Any) -> Any:
+    """Sharded, and each tower by itself too."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for tower in (model.image, model.text):
         fully_shard(tower, mesh=mesh)
@@ -213,12 +213,8 @@ def frozen(which: str, inputs: Any, *, sharded: bool) -> float:
     """Called for each tower, of which one is frozen, first or last: one reduction, and the other's gradients."""
     module: Any = Dispatching()
     getattr(module, which).requires_grad_(False)
-    scale: Any = scale_of(module)
-    if sharded:
-        mesh, scale = init_device_mesh("cpu", (dist.get_world_size(),)), SCALE
-        for tower in (module.image, module.text):
-            fully_shard(tower, mesh=mesh)
-    model = fully_shard(module, mesh=mesh) if sharded else ddp(module)
+    scale: Any = SCALE if sharded else scale_of(module)
+    model = fsdp(module) if sharded else ddp(module)
     calls.clear()
     with counting() if sharded else nullcontext():
         training.cached_step(towers(model), inputs, clip, scale=scale, chunk=CHUNK)
@@ -252,7 +248,7 @@ def counting() -> Iterator[None]:
 
 
 def accumulated(inputs: Any) -> nn.Module:
-    model = fsdp()
+    model = fsdp(Towers())
     with counting():
         training.cached_step(model, inputs, clip, chunk=CHUNK)
         once = len(calls)
@@ -280,7 +276,7 @@ def refusals(inputs: Any) -> list[str]:
     inner = ddp(Dispatching())
     around: Any = inner.module
     static = ddp(Towers(), static_graph=True)
-    sharded: Any = fsdp()
+    sharded: Any = fsdp(Towers())
 
     tries: list[Callable[[], Any]] = [
         lambda: training.cached_step((around.image, around.text), inputs, clip, chunk=CHUNK),
@@ -313,9 +309,8 @@ def late_refusals(inputs: Any) -> Iterator[str]:
     model = ddp(Wider())
     with model.no_sync():
         training.cached_step(model, inputs, clip, chunk=CHUNK)
-    forgetful: Any = Forgetful()
+    forgetful = fsdp(Forgetful())
     forgetful.logit_scale.requires_grad_(False)
-    fully_shard(forgetful, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     apart = Towers()
     tries: list[tuple[Any, Any]] = [
         (model, None),
@@ -335,7 +330,7 @@ def flags(*models: Any) -> list[bool]:
 
 def restored(inputs: Any) -> str:
     """An error in the second pass leaves no module without its reduction."""
-    models: tuple[Any, Any] = ddp(Towers()), fsdp()
+    models: tuple[Any, Any] = ddp(Towers()), fsdp(Towers())
     assert all(flags(*models))
     for model in models:
         step = functools.partial(training.cached_step, functools.partial(failing, model), inputs, clip, chunk=CHUNK)
