@@ -293,11 +293,13 @@ def _positive_error(view: Side, a: Arithmetic) -> FloatArray:
     return float64(np.where(positive, E, 0.0).sum(axis=1) + relative / (1 - relative) * size)
 
 
-def _merged_error(side: Direction, negative: FloatArray, positive: FloatArray) -> FloatArray:
-    """Error of L = log(exp N + exp P): ``log(s exp(dN) + (1 - s) exp(dP))``, s = sigma(N - P)."""
-    there = np.where(side.negative_mass < 1, (1 - side.negative_mass) * np.expm1(positive), 0.0)
-    none = np.where(side.negative_mass > 0, side.negative_mass * np.expm1(negative), 0.0)
-    return float64(np.log1p(there + none) + UNIT["float64"] * 4 * np.abs(np.nan_to_num(side.lse)))
+def _merged_error(view: Side, negative: FloatArray, positive: FloatArray, a: Arithmetic) -> FloatArray:
+    """Error of L = log(exp N + exp P): ``log(s exp(dN) + (1 - s) exp(dP))``, s = sigma(N - P); or that of one sum."""
+    side, mass = view.side, view.side.negative_mass
+    there = np.where(mass < 1, (1 - mass) * np.expm1(positive), 0.0)
+    none = np.where(mass > 0, mass * np.expm1(negative), 0.0)
+    apart = float64(np.log1p(there + none) + UNIT["float64"] * 4 * np.abs(np.nan_to_num(side.lse)))
+    return apart if view.separate_positives else np.maximum(apart, lse_error(view, side.admitted, side.lse, a))
 
 
 def _softmax_loss_error(
@@ -322,8 +324,7 @@ def _softmax_loss_error(
     )
     exact = np.abs(side.nll) + difference
     counted = excess + spread + UNIT["float64"] * 2 * size + sums * (exact + excess + spread)
-    whole = _merged_error(side, negative, positive)
-    none = whole + sums * np.abs(side.nll)
+    none = (whole := _merged_error(view, negative, positive, a)) + sums * np.abs(side.nll)
     if not view.separate_positives:
         lse = np.abs(np.nan_to_num(side.lse))
         counted = whole + target * total + (a.accuracy.unit + sums) * (lse + np.abs(target * side.positive_sum))
@@ -347,7 +348,7 @@ def _softmax_gradient_error(
     u, side = a.accuracy.unit, view.side
     weight = upstream * np.abs(side.weight)[:, None]
     roundings = gamma((7 + a.shared) * u)
-    E_L = _merged_error(side, negative, positive)[:, None]
+    E_L = _merged_error(view, negative, positive, a)[:, None]
     dp = _probability_error(view, side.p, side.lse, E_L, a)
     target = np.where(view.side.positive, side.target[:, None], 0.0)
     ordinary = dp + roundings * (side.p + dp + np.abs(target))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from contrastile.backends.contract import Accuracy, Options
@@ -135,7 +135,7 @@ def _larger(**facts: float) -> Accuracy:
 def test_every_fact_counts(name: str, facts: Accuracy) -> None:
     """A less accurate backend never gets a tighter bound, and somewhere a wider one (in dQ, where the fact reaches)."""
     found, exact = case(name, "float32")
-    wide, narrow = (dict(parts(bounds(found, exact, each, "float32"), EVERY)) for each in (facts, FLOAT32))
+    wide, narrow = (dict(parts(bounds(found, exact, each, "float32", UPSTREAM), EVERY)) for each in (facts, FLOAT32))
     given = [field for field, value in narrow.items() if value is not None]
     if not (name == "sigmoid" and (facts.shared_reference or facts.tile(9) == 1)):
         assert np.any(wide["rows"] > narrow["rows"])
@@ -199,6 +199,7 @@ def test_twice_the_plain_computation_s_error_is_the_limit_on_a_host_and_three_ti
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@example(seed=3, sizes=(2, 2, 2, 2), coarse=True)
 @given(seed=st.integers(0, 2**32 - 1), sizes=st.tuples(*[st.integers(1, 5)] * 4), coarse=st.booleans())
 def test_a_plain_maxsim_is_within_its_bounds_on_drawn_texts(
     dtype: str, seed: int, sizes: tuple[int, ...], coarse: bool
