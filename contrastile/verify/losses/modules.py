@@ -93,6 +93,6 @@ def distilled(loss: Target, settings: dict[str, Any]) -> Target:
         teacher = torch.nn.functional.one_hot(own, max(len(image), size * ROWS)).double()
         given = image.double(), text.roll(1, 0).double(), scale, teacher, teacher.roll(1, 0), 200.0
         _, found = nn.DistillClipLoss(**{**settings, "backend": "torch", "precision": "auto"})(*given)
-        return found.to(image.dtype)
+        return found.to(torch.promote_types(image.dtype, torch.float32))
 
     return target
