@@ -201,22 +201,24 @@ def _refusals(batch: Batch) -> Any:
 
     from contrastile.training import embed
 
-    index, ones = batch.index.clone(), [batch.fixed]
-    learns: Any = torch.nn.Linear(_WIDTH, _WIDTH).to(index.device)
+    ones = [batch.fixed]
+    learns: Any = torch.nn.Linear(_WIDTH, _WIDTH).to(batch.index.device)
 
     def stepped(x: Any) -> None:
         x.detach().zero_()
 
     learns.weight.register_post_accumulate_grad_hook(stepped)
 
-    def replayed(change: Callable[[Callable[..., Any]], Any]) -> None:
+    def after(change: Callable[..., Any]) -> Callable[[], Any]:
+        """A replay behind what makes it wrong, which is right by itself."""
+        index = batch.index.clone()
         _, replay = embed(batch.encode, index, _CHUNK)
-        change(replay)
-        replay(ones)
+        change(index, replay)
+        return lambda: replay(ones)
 
     bad: dict[str, Callable[[], Any]] = {
-        "a second replay": lambda: replayed(lambda replay: replay(ones)),
-        "inputs changed between the passes": lambda: replayed(lambda _: index.add_(0)),
+        "a second replay": after(lambda _, replay: replay(ones)),
+        "inputs changed between the passes": after(lambda index, _: index.add_(0)),
         "a hook that steps": lambda: batch.step(lambda x: learns(batch.table[x]), lambda x: batch.fixed[x]),
     }
     for label, call in bad.items():
