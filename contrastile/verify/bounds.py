@@ -124,9 +124,10 @@ def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: Any, separate_
         if side.bars is not None:
             part, weight = _bars_error(view, negative, positive, a), np.abs(side.bars)
         else:
-            loss += _softmax_loss_error(view, negative, positive, total, a)
+            merged = _merged_error(view, negative, positive, a)
+            loss += _softmax_loss_error(view, negative, positive, merged, total, a)
             loss += _smoothing_loss_error(view, positive, total, a)
-            part = _softmax_gradient_error(view, negative, positive, upstream, a)
+            part = _softmax_gradient_error(view, negative, positive, merged, upstream, a)
             weight = upstream * np.abs(side.weight)
         whole += part
         largest = max(largest, weight.max(initial=0.0))
@@ -303,7 +304,7 @@ def _merged_error(view: Side, negative: FloatArray, positive: FloatArray, a: Ari
 
 
 def _softmax_loss_error(
-    view: Side, negative: FloatArray, positive: FloatArray, total: FloatArray, a: Arithmetic
+    view: Side, negative: FloatArray, positive: FloatArray, whole: FloatArray, total: FloatArray, a: Arithmetic
 ) -> float:
     """Error of sum_i w_i (softplus(N_i - P_i) + (P_i - t_i S_i)), taken in float64.
 
@@ -324,7 +325,7 @@ def _softmax_loss_error(
     )
     exact = np.abs(side.nll) + difference
     counted = excess + spread + UNIT["float64"] * 2 * size + sums * (exact + excess + spread)
-    none = (whole := _merged_error(view, negative, positive, a)) + sums * np.abs(side.nll)
+    none = whole + sums * np.abs(side.nll)
     if not view.separate_positives:
         lse = np.abs(np.nan_to_num(side.lse))
         counted = whole + target * total + (a.accuracy.unit + sums) * (lse + np.abs(target * side.positive_sum))
@@ -333,7 +334,7 @@ def _softmax_loss_error(
 
 
 def _softmax_gradient_error(
-    view: Side, negative: FloatArray, positive: FloatArray, upstream: Any, a: Arithmetic
+    view: Side, negative: FloatArray, positive: FloatArray, merged: FloatArray, upstream: Any, a: Arithmetic
 ) -> FloatArray:
     """The error of one direction's part of G, before G is rounded.
 
@@ -348,8 +349,7 @@ def _softmax_gradient_error(
     u, side = a.accuracy.unit, view.side
     weight = upstream * np.abs(side.weight)[:, None]
     roundings = gamma((7 + a.shared) * u)
-    E_L = _merged_error(view, negative, positive, a)[:, None]
-    dp = _probability_error(view, side.p, side.lse, E_L, a)
+    dp = _probability_error(view, side.p, side.lse, merged[:, None], a)
     target = np.where(view.side.positive, side.target[:, None], 0.0)
     ordinary = dp + roundings * (side.p + dp + np.abs(target))
     alone = (view.side.positive.sum(axis=1) == 1)[:, None]
