@@ -6,7 +6,7 @@ gradients. Unrequested gradients are None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType
@@ -41,20 +41,19 @@ _WHOLE = {"softmax": 3, "sigmoid": 1}
 _ALONE = nullcontext()
 
 
-def loss(plan: Plan, wanted: local.Wanted | None = None) -> Found:
+def loss(plan: Plan, wanted: local.Wanted | None = None, whole: Problem | None = None) -> Found:
     """The loss (0-d), or the statistics, and what its gradients need: see ``problem_loss``.
 
     Args:
         plan: what to compute, and how.
         wanted: the gradients that will be asked for; None for none.
+        whole: what ``replicate.replicated`` has given, where it was called.
     """
     backend, library = plan.backend, plan.library
     if replicate.applies(plan.problem):
-        whole = replicate.replicated(plan.problem, library)
-        alone, told = replace(plan, problem=whole), None if wanted is None else replicate.wanted_of_whole(wanted)
-        value, *state = _from_graphs(
-            alone, ("loss", told), whole.arrays(), lambda given: loss(_launched(alone).with_arrays(given), told)
-        )
+        whole = replicate.completed(plan.problem, whole or replicate.replicated(plan.problem, library), library)
+        told = None if wanted is None else replicate.wanted_of_whole(wanted)
+        value, *state = loss(replace(plan, problem=whole), told)
         return replicate.own_value(plan.problem, value), *whole.for_gradients().arrays(), *state
     with native(plan.problem, library, backend) as inside:
         value, left = problem_loss(inside, local.Work(backend, plan.options), wanted)
@@ -73,18 +72,10 @@ def gradients(plan: Plan, state: Found, upstream: Any, wanted: local.Wanted) -> 
     problem, backend, library = plan.problem, plan.backend, plan.library
     if problem.placement is not None and replicate.applies(problem):
         whole, left = replicate.parted(problem, state)
-        alone, of_whole, arrays = replace(plan, problem=whole), replicate.wanted_of_whole(wanted), whole.arrays()
         one = library.full((), 1.0, library.dtype(problem.scale), problem.scale) if upstream is None else upstream
-
-        def compute(given: Found) -> Found:
-            *others, factor = given
-            mine = _launched(alone).with_arrays(others[: len(arrays)])
-            return gradients(mine, others[len(arrays) :], factor, of_whole)
-
         factor = replicate.upstream_of_whole(problem, one, wanted, library)
-        rows, scale, bias, *columns = _from_graphs(alone, ("gradients", of_whole), (*arrays, *left, factor), compute)
-        own = replicate.own_part(problem, local.Gradients(rows, tuple(columns), scale, bias), wanted, library)
-        return own.rows, own.scale, own.bias, *own.columns
+        found = gradients(replace(plan, problem=whole), left, factor, replicate.wanted_of_whole(wanted))
+        return replicate.own_part(problem, local.Gradients.of(found), wanted, library).listed()
     with native(problem, library, backend) as inside:
         # sums of a problem in blocks stay where they are kept, as its features do
         stays = problem.blocking is not None and problem.kind == "sigmoid"
@@ -96,26 +87,8 @@ def gradients(plan: Plan, state: Found, upstream: Any, wanted: local.Wanted) -> 
         ]
         factor = transfer(upstream, library, backend.arrays)
         work = local.Work(backend, plan.options)
-        found = returned(problem_gradients(inside, given, factor, wanted, work), problem, backend.arrays, library)
-        return found.rows, found.scale, found.bias, *found.columns
-
-
-def _launched(plan: Plan) -> Plan:
-    """The plan without replay of its primitives."""
-    return replace(plan, replay=False)
-
-
-def _from_graphs(plan: Plan, what: Hashable, arrays: Found, compute: Callable[[Found], Found]) -> Found:
-    """``compute(arrays)``, from a CUDA graph where the plan, of a whole problem, may be replayed."""
-    if not plan.replay:
-        return compute(arrays)
-    from contrastile.backends.replay import GRAPHS, can_capture
-
-    problem = plan.problem
-    if not can_capture(problem.rows) or not may_be_replayed(_launched(plan)):
-        return compute(arrays)
-    form = problem.kind, problem.match, problem.margin, problem.smoothing
-    return GRAPHS.call((what, *form, plan.name, plan.options), arrays, compute)
+        own = problem_gradients(inside, given, factor, wanted, work)
+        return returned(own, problem, backend.arrays, library).listed()
 
 
 def may_be_replayed(plan: Plan) -> bool:
@@ -209,8 +182,8 @@ def problem_gradients(
             assert backend.whole is not None
             whole = backend.whole.gradients(problem, rows, problem.others, scale, state, upstream, wanted)
             if whole is not None:
-                d_rows, d_scale, d_bias, *columns = whole
-                return local.Gradients(d_rows, tuple(columns[: len(problem.columns)]), d_scale, d_bias)
+                # of rows against themselves there are none of columns
+                return local.Gradients.of(whole[: 3 + len(problem.columns)])
             state = problem_loss(replace(problem, whole=None), work, wanted)[1]
         if problem.kind == "sigmoid" and placement is None and problem.blocking is None:
             return local.gradients_from_sums(rows, scale, local.Sums.of(state), upstream, wanted, arrays)

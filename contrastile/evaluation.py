@@ -136,8 +136,8 @@ def value_and_grad(
         problem = plan.problem
         wanted = local.Wanted(True, (True,) * len(problem.columns), True, problem.kind == "sigmoid")
         value, *state = compute.loss(plan, wanted)
-        rows, scale, bias, *columns = compute.gradients(plan, state, None, wanted)
-        return value, stated.pull_back(local.Gradients(rows, tuple(columns), scale, bias))
+        found = compute.gradients(plan, state, None, wanted)
+        return value, stated.pull_back(local.Gradients.of(found))
 
     def both(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
         # no operator: a compiler would trace the backend itself

@@ -13,9 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastile.autograd import functions, operators
+from contrastile.autograd import functions, operators, steps
 from contrastile.backends import eager
+from contrastile.backends.objectives import STATISTICS
 from contrastile.plan import Plan
+from contrastile.schedules import replicate
 
 
 def evaluate(plan: Plan) -> Tensor:
@@ -38,7 +40,10 @@ def evaluate(plan: Plan) -> Tensor:
     grad = torch.is_grad_enabled()
     if eager.direct(torch, problem.arrays()):
         # asked here: inside a function's forward gradients are always off
-        return functions.eager_loss(plan.replaying(), grad=grad)
+        plan = plan.replaying()
+        if plan.replay and replicate.applies(problem) and problem.kind != STATISTICS:
+            return steps.STEPS.replicated(plan, grad=grad)
+        return functions.eager_loss(plan, grad=grad)
     if not problem.traceable:
         return functions.eager_loss(plan, grad=grad)
     return operators.called(plan, operators.wants_of(problem, grad=grad))[0]

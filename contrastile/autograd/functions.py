@@ -44,19 +44,19 @@ def tangents(tensors: Iterable[Tensor | None]) -> bool:
     return any(x is not None and unpack(x).tangent is not None for x in tensors)
 
 
-def eager_loss(plan: Plan, *, grad: bool) -> Tensor:
-    """The loss of an eager call; ``grad`` says whether a graph is recorded."""
+def eager_loss(plan: Plan, *, grad: bool, whole: Problem | None = None) -> Tensor:
+    """The loss of an eager call; ``grad`` says whether a graph is recorded. ``whole``: see ``compute.loss``."""
     problem = plan.problem
-    given, wanted = _asked(problem, grad=grad)
-    value, *state = _unrecorded(grad, compute.loss, plan, wanted)
+    given, wanted = asked(problem, grad=grad)
+    value, *state = unrecorded(grad, compute.loss, plan, wanted, whole)
     if wanted is None:
         return cast("Tensor", value)
     # arrays are saved, and not held: autograd tells when one was written to, and frees them
     form, needed = (plan.without_arrays(), problem.arrays()) if compute.is_whole(problem, state) else plan.parted()
-    return _recorded(PlannedBackward(form, wanted), value, (*state, *needed), given)
+    return recorded(PlannedBackward(form, wanted), value, (*state, *needed), given)
 
 
-def _asked(problem: Problem, *, grad: bool) -> tuple[Sequence[Any], local.Wanted | None]:
+def asked(problem: Problem, *, grad: bool) -> tuple[Sequence[Any], local.Wanted | None]:
     """What a loss is differentiable in, and which gradients will be asked for; None for none."""
     given = problem.rows, problem.scale, problem.bias, *problem.columns
     rows, scale, bias, *columns = needs = [grad and x is not None and x.requires_grad for x in given]
@@ -64,7 +64,7 @@ def _asked(problem: Problem, *, grad: bool) -> tuple[Sequence[Any], local.Wanted
     return given, wanted if any(needs) else None
 
 
-def _unrecorded(grad: bool, compute: Callable[..., Any], *args: Any) -> Any:
+def unrecorded(grad: bool, compute: Callable[..., Any], *args: Any) -> Any:
     """``compute(*args)`` without recording; ``grad`` says whether autograd records now."""
     torch._C._set_grad_enabled(False)
     try:
@@ -73,7 +73,7 @@ def _unrecorded(grad: bool, compute: Callable[..., Any], *args: Any) -> Any:
         torch._C._set_grad_enabled(grad)
 
 
-def _recorded(backward: PlannedBackward | BoundLoss, value: Any, saved: Sequence[Any], given: Sequence[Any]) -> Tensor:
+def recorded(backward: Any, value: Any, saved: Sequence[Any], given: Sequence[Any]) -> Tensor:
     """The value as a loss of the tensors that were given; ``backward`` computes their gradients from what is saved."""
     # a tuple: autograd would take a tensor among the arguments for one that the loss depends on
     return cast("Tensor", cast("Any", Loss).apply(backward, (value,), saved, *given))
@@ -90,9 +90,7 @@ class Loss(torch.autograd.Function):
     """The loss of an eager call, whose value is known."""
 
     @staticmethod
-    def forward(
-        ctx: Any, backward: PlannedBackward | BoundLoss, value: tuple[Tensor], saved: Sequence[Any], *given: Any
-    ) -> Tensor:
+    def forward(ctx: Any, backward: Any, value: tuple[Tensor], saved: Sequence[Any], *given: Any) -> Tensor:
         """The loss; ``given`` are the rows, the scale, the bias and the column blocks."""
         ctx.computes = backward
         ctx.save_for_backward(*saved)
@@ -128,7 +126,7 @@ class PlannedBackward:
         if compute.is_whole(plan.problem, state):
             # an operator knows the primitives' state alone
             plan = replace(plan, problem=replace(plan.problem, whole=None), form=None)
-            state = _unrecorded(torch.is_grad_enabled(), compute.loss, plan, wanted)[1:]
+            state = unrecorded(torch.is_grad_enabled(), compute.loss, plan, wanted)[1:]
             plan, arrays = plan.parted()
         function: Any = LossGradients
         given = function.apply(plan.without_arrays(), wanted, upstream, *state, *arrays)
@@ -147,7 +145,7 @@ class BoundLoss:
     def __init__(self, whole: contract.Whole, plan: Plan, again: Callable[[Sequence[Any]], Plan]) -> None:
         problem = plan.problem
         self._whole, self._again, self._bias = whole, again, problem.bias is not None
-        _, self._wanted = _asked(problem, grad=True)
+        _, self._wanted = asked(problem, grad=True)
         # no features are held
         self._problem = replace(problem, rows=None, columns=(None,) * len(problem.columns), scale=None, bias=None)
 
@@ -155,13 +153,13 @@ class BoundLoss:
         """The loss of the signature's arguments; None where it is to be computed otherwise."""
         rows, others, scale, *rest = given
         bias = rest[0] if self._bias else None
-        found = _unrecorded(grad, self._whole.loss, self._problem, rows, others, scale, bias)
+        found = unrecorded(grad, self._whole.loss, self._problem, rows, others, scale, bias)
         if found is None:
             return None
         value, state = found
         if not grad or self._wanted is None:
             return cast("Tensor", value)
-        return _recorded(self, value, (*state, rows, others, scale, bias), (rows, scale, bias, others))
+        return recorded(self, value, (*state, rows, others, scale, bias), (rows, scale, bias, others))
 
     def gradients(self, saved: Sequence[Any], upstream: Tensor) -> compute.Found:
         """See ``PlannedBackward.gradients``."""

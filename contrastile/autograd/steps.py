@@ -13,6 +13,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -20,9 +21,20 @@ from torch import Tensor
 
 from contrastile import compute
 from contrastile.autograd import functions, operators
-from contrastile.backends.replay import FEATURES, Captured, Copies, Signatures, Where, may_be_captured, record
+from contrastile.backends.replay import (
+    FEATURES,
+    Captured,
+    Copies,
+    Signatures,
+    Where,
+    can_capture,
+    may_be_captured,
+    record,
+)
 from contrastile.backends.settings import VARIABLES
 from contrastile.plan import Plan
+from contrastile.schedules import local, replicate, sums
+from contrastile.schedules.problem import VECTORS
 
 _TENSORS = (Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, bool)
@@ -91,27 +103,43 @@ def _put(x: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 class Step(Captured):
-    """The graphs of one call signature."""
+    """The graphs of one signature: from its tensors to the loss, and on to the gradients.
 
-    def __init__(self, where: Where, pool: Any, call: Call, launch: Callable[..., Tensor]) -> None:
+    Args:
+        where: the device and the stream.
+        pool: see ``record``.
+        tensors: of a call of the signature.
+        wants: which of them need a gradient.
+        launch: gives the loss of such tensors, differentiable.
+        part: makes what a call is given of the gradients of all tensors; None for those that are not wanted.
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        pool: Any,
+        tensors: Sequence[Tensor],
+        wants: Sequence[bool],
+        launch: Callable[[Sequence[Tensor]], Tensor],
+        part: Callable[[Sequence[Any]], Sequence[Any]] = list,
+    ) -> None:
         super().__init__(where)
         self._latest = 0
         # backward passes take it in autograd's thread: never wait for one while holding it
         self._lock = threading.Lock()
-        self._places = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in call.tensors]
-        self._copies = Copies(self._places)
-        self._copies([x.detach() for x in call.tensors])
-        for place, x in zip(self._places, call.tensors, strict=True):
-            place.requires_grad_(call.grad and x.requires_grad)
-        self.wants = [x.requires_grad for x in self._places]
-        wanted = [x for x in self._places if x.requires_grad]
-        args, kwargs = call.with_tensors(self._places)
+        places = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+        self._copies = Copies(places)
+        self._copies([x.detach() for x in tensors])
+        for place, want in zip(places, wants, strict=True):
+            place.requires_grad_(want)
+        wanted = [x for x in places if x.requires_grad]
         self._loss: Any = None
         self._upstream: Any = None
+        self.gives: list[bool] = []
 
         def forward() -> list[Tensor]:
             # kept alive: the second graph reads what the first one leaves
-            self._loss = launch(args, kwargs)
+            self._loss = launch(places)
             if self._upstream is None:
                 self._upstream = torch.ones_like(self._loss)
             upstream = self._upstream
@@ -121,8 +149,10 @@ class Step(Captured):
             return [self._loss.detach()]
 
         def backward() -> list[Tensor]:
-            found = torch.autograd.grad(self._loss, wanted, retain_graph=True)
-            return [x.detach() for x in found]
+            found = iter(torch.autograd.grad(self._loss, wanted, retain_graph=True))
+            given = part([next(found).detach() if want else None for want in wants])
+            self.gives = [x is not None for x in given]
+            return [x for x in given if x is not None]
 
         graphs, found = record(where, [forward, backward] if wanted else [forward], pool)
         self.pool = graphs[0].pool()
@@ -141,55 +171,52 @@ class Step(Captured):
         self.replays += 1
         return next(_replay_numbers)
 
-    def gradients(self, number: int, tensors: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
-        """Gradients of ``upstream * loss`` for each tensor, None for one that needs none.
+    def gradients(
+        self, number: int, tensors: Sequence[Tensor], upstream: Tensor, factor: float = 1.0
+    ) -> list[Tensor | None]:
+        """What ``part`` makes of the gradients of ``factor * upstream * loss``.
 
         Args:
             number: of the replay that gave the loss.
             tensors: what it was given.
             upstream: 0-d.
+            factor: see ``Placement.factor``.
         """
         with self._lock:
             if number != self._latest:
                 # another call of this signature came in between
                 self._replayed(tensors)
                 self._latest = number
-            self._upstream.copy_(upstream)
+            torch.mul(upstream, factor, out=self._upstream)
             self._backward.replay()
             found = iter(self._out.copied())
-        return [next(found) if want else None for want in self.wants]
+        return [next(found) if give else None for give in self.gives]
 
 
-class Replayed(torch.autograd.Function):
-    """A step."""
+@dataclass(frozen=True, slots=True)
+class ReplayedBackward:
+    """Computes the gradients of a loss that a step gave, see ``Step.gradients``; the step's tensors are saved."""
 
-    @staticmethod
-    def forward(ctx: Any, step: Step, *tensors: Tensor) -> Tensor:
-        """The loss."""
-        ctx.step = step
-        ctx.save_for_backward(*tensors)
-        loss, ctx.number = step.loss(tensors)
-        return loss
+    step: Step
+    number: int
+    factor: float = 1.0
 
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-        """The gradients, in the order of forward's arguments."""
-        arriving = operators.one_upstream(*upstream).resolve_neg()
-        # read in any case: autograd raises here if one was freed, or written to since
-        tensors = ctx.saved_tensors
-        if functions.is_seen(arriving):
-            function: Any = ReplayedGradients
-            return None, *operators.only(ctx.step.wants, function.apply(ctx.step, ctx.number, arriving, *tensors))
-        return None, *ctx.step.gradients(ctx.number, tensors, arriving)
+    def gradients(self, saved: Sequence[Any], upstream: Tensor) -> compute.Found:
+        """What the step gives."""
+        if not functions.is_seen(upstream):
+            return self.step.gradients(self.number, saved, upstream, self.factor)
+        function: Any = ReplayedGradients
+        return operators.only(self.step.gives, function.apply(self, upstream, *saved))
 
 
 class ReplayedGradients(functions.Gradients):
     """The gradients of a step."""
 
     @staticmethod
-    def forward(step: Step, number: int, upstream: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """A gradient for each tensor, an empty one where none is wanted."""
-        return tuple(operators.filled(step.gradients(number, tensors, upstream), upstream))
+    def forward(backward: ReplayedBackward, upstream: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """What the step gives, an empty tensor for None."""
+        found = backward.step.gradients(backward.number, tensors, upstream, backward.factor)
+        return tuple(operators.filled(found, upstream))
 
 
 class Steps(Signatures[Step]):
@@ -220,31 +247,72 @@ class Steps(Signatures[Step]):
             hash(key)
         except TypeError:  # of a setting that is a list, say
             return None
-        step, due = self.find(key)
-        if due and self._capturing.acquire(blocking=False):
-            try:
-                step = self._captured(key, where, call, make, launch)
-            finally:
-                self._capturing.release()
+        wants = [call.grad and x.requires_grad for x in tensors]
+
+        def small() -> bool:
+            return compute.may_be_replayed(make(call.args, call.kwargs)[0])
+
+        step = self._step(key, where, tensors, wants, small, lambda places: launch(*call.with_tensors(places)))
         if step is None:
             return None
-        if not any(step.wants):
-            return step.loss(tensors)[0]
-        function: Any = Replayed
-        return cast("Tensor", function.apply(step, *tensors))
+        value, number = functions.unrecorded(call.grad, step.loss, tensors)
+        return functions.recorded(ReplayedBackward(step, number), value, tensors, tensors) if any(wants) else value
 
-    def _captured(
+    def replicated(self, plan: Plan, *, grad: bool) -> Tensor:
+        """The loss of an eager call of which every rank computes the whole, differentiable."""
+        problem, library = plan.problem, plan.library
+        placement, (given, wanted) = sums.placed(problem), functions.asked(problem, grad=grad)
+        whole = functions.unrecorded(grad, replicate.replicated, problem, library)
+        alone = replace(plan, problem=whole, replay=False)
+        if not can_capture(whole.rows) or not compute.may_be_replayed(alone):
+            return functions.eager_loss(plan, grad=grad, whole=whole)
+        flags = local.Wanted(False, (False,) * len(whole.columns), False, False)
+        told = flags if wanted is None else replicate.wanted_of_whole(wanted)
+        needs = told.rows, told.scale, told.bias, *[False] * len(VECTORS), *told.columns
+        # weights may be one array for both directions
+        each = {id(x): (x, need) for x, need in zip(whole.arrays(), needs, strict=True) if x is not None}
+        tensors, wants = zip(*each.values(), strict=True)
+        at = [None if x is None else [*each].index(id(x)) for x in whole.arrays()]
+
+        def launch(places: Sequence[Tensor]) -> Tensor:
+            mine = whole.with_arrays([None if i is None else places[i] for i in at])
+            return functions.eager_loss(replace(alone, problem=replicate.completed(problem, mine, library)), grad=grad)
+
+        def part(found: Sequence[Any]) -> Sequence[Any]:
+            mine = [None if i is None else found[i] for i in (*at[:3], *at[3 + len(VECTORS) :])]
+            return replicate.own_part(problem, local.Gradients.of(mine), wanted or flags, library).listed()
+
+        kinds = [(x.dtype, x.shape, need) for x, need in each.values()]
+        where = whole.rows.get_device(), torch._C._cuda_getCurrentRawStream(whole.rows.get_device())
+        form = problem.kind, problem.match, problem.margin, problem.smoothing, problem.whole, plan.name, plan.options
+        key = form, placement.shards, placement.rank, wanted, *where, *map(os.environ.get, VARIABLES), *at, *kinds
+        step = self._step(key, where, tensors, wants, lambda: True, launch, part)
+        if step is None:
+            return functions.eager_loss(plan, grad=grad, whole=whole)
+        value, number = functions.unrecorded(grad, step.loss, tensors)
+        if wanted is None:
+            return cast("Tensor", value)
+        return functions.recorded(ReplayedBackward(step, number, placement.factor), value, tensors, given)
+
+    def _step(
         self,
         key: Hashable,
         where: Where,
-        call: Call,
-        make: Callable[..., tuple[Plan, Any]],
-        launch: Callable[..., Tensor],
+        tensors: Sequence[Tensor],
+        wants: Sequence[bool],
+        small: Callable[[], bool],
+        *how: Any,
     ) -> Step | None:
-        if not compute.may_be_replayed(make(call.args, call.kwargs)[0]):
-            self.refuse(key)
-            return None
-        return self.capture(key, where, lambda pool: Step(where, pool, call, launch))
+        """The step of a signature; None while it is launched. ``how``: see ``Step``."""
+        step, due = self.find(key)
+        if due and self._capturing.acquire(blocking=False):
+            try:
+                if small():
+                    return self.capture(key, where, lambda pool: Step(where, pool, tensors, wants, *how))
+                self.refuse(key)
+            finally:
+                self._capturing.release()
+        return step
 
 
 STEPS = Steps()

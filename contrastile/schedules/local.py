@@ -114,6 +114,16 @@ class Gradients:
     scale: Array | None
     bias: Array | None
 
+    @staticmethod
+    def of(found: Sequence[Array | None]) -> Gradients:
+        """From what ``listed`` gives."""
+        rows, scale, bias, *columns = found
+        return Gradients(rows, tuple(columns), scale, bias)
+
+    def listed(self) -> tuple[Array | None, ...]:
+        """Those of the rows, the scale, the bias and the column blocks."""
+        return self.rows, self.scale, self.bias, *self.columns
+
 
 def both_sides(found: Gradients) -> Array:
     """The gradient of features that are rows and columns at once."""

@@ -27,6 +27,8 @@ def applies(problem: Problem) -> bool:
 def replicated(problem: Problem, arrays: ArrayLibrary) -> Problem:
     """The whole problem, of a process alone: every rank's part, joined in the order of the ranks, in one message.
 
+    It is for ``completed``.
+
     The scale and the bias, where they lie on a device, are compared: see ``scalars.checked``.
 
     Raises:
@@ -36,7 +38,8 @@ def replicated(problem: Problem, arrays: ArrayLibrary) -> Problem:
     rows, columns = placement.shards.rows, placement.shards.widths
     # pairs are numbered over the joined columns already
     joined = (arrays.concat(list(problem.columns)),) if problem.columns else ()
-    own = problem.rows, None, None, *problem.vectors, *joined
+    vectors = (None,) * len(VECTORS) if _is_plain(problem) else problem.vectors
+    own = problem.rows, None, None, *vectors, *joined
     counts = rows, (), (), *(columns if name in OF_COLUMNS else rows for name in VECTORS), *[columns] * len(joined)
     # weights and targets are the builders', so every rank has one of both directions, or two, and one travels once.
     # A caller's arrays may be one on some ranks and two on others: each of those travels
@@ -55,6 +58,23 @@ def replicated(problem: Problem, arrays: ArrayLibrary) -> Problem:
     whole = problem.with_arrays([found.get(i) for i in homes])
     compared = scalars.checked(placement, arrays, numbers, wholes[len(parts) :])
     return replace(whole, placement=None, whole=None, **{"scale": problem.scale, "bias": problem.bias, **compared})
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether the whole's vectors need not travel: every row weighs the same, and row i has column i."""
+    return problem.whole is not None and len(problem.columns) == 1
+
+
+def completed(problem: Problem, whole: Problem, arrays: ArrayLibrary) -> Problem:
+    """What ``replicated`` gives, with the vectors that did not travel."""
+    if problem.whole is None or not _is_plain(problem):
+        return whole
+    m, dtype = whole.rows.shape[0], arrays.dtype(whole.scale)
+    weight, target = (arrays.full((m,), value, dtype, whole.rows) for value in (problem.whole, 1.0))
+    found = {"row_weight": weight, "row_target": target, "positives": arrays.arange(0, m, whole.rows)}
+    if problem.column_weight is not None:
+        found |= {"column_weight": weight, "column_target": target}
+    return replace(whole, **found)
 
 
 def own_value(problem: Problem, value: Array) -> Array:
@@ -108,5 +128,5 @@ def own_part(problem: Problem, found: Gradients, wanted: Wanted, arrays: ArrayLi
     columns = tuple(None if x is None else x[placement.start : placement.start + width] for x in found.columns)
     if len(wanted.columns) > 1:
         columns = by_block(placement, columns[0], wanted.columns)
-    scale, bias = (None if x is None else mean(placement, arrays, x, problem.scale) for x in (found.scale, found.bias))
+    scale, bias = (None if x is None else mean(placement, arrays, x, x) for x in (found.scale, found.bias))
     return Gradients(rows, columns, scale, bias)

@@ -15,6 +15,7 @@ from contrastile.backends import replay, settings
 from contrastile.backends.contract import Block, Finished, Options, Pairs, SideWeights, Weights
 from contrastile.backends.registry import load
 from contrastile.backends.replay import Graphs
+from contrastile.comm.inprocess import InProcess, InProcessGroup
 
 BEFORE = 3
 """Calls until one is replayed: the last of them is captured."""
@@ -189,9 +190,60 @@ def test_a_backend_of_other_arrays_becomes_one_of_torchs_over_the_same_memory() 
 def test_a_replayed_step_has_the_bits_of_a_launched_one(monkeypatch: pytest.MonkeyPatch, upstream: float) -> None:
     monkeypatch.setattr(steps, "record", recorded)
     held, given = ([*map(torch.Tensor.requires_grad_, drawn(seed, 5, 5)), torch.tensor(3.0)] for seed in (0, 1))
-    step = steps.Step((0, 0), None, steps.Call(held, {}, True), lambda args, _: contrastile.clip_loss(*args))
+    step = steps.Step((0, 0), None, held, [True, True, False], lambda args: contrastile.clip_loss(*args))
     with torch.no_grad():
         value, number = step.loss(given)
         found = step.gradients(number, given, torch.tensor(upstream))
     expected = contrastile.clip_loss(*given)
     assert same([value, *found], [expected, *torch.autograd.grad(upstream * expected, given[:2]), None])
+
+
+def clip(i: Any, t: Any, s: Any, **how: Any) -> Any:
+    return contrastile.clip_loss(i, t, s, **how)
+
+
+def of_ids(i: Any, t: Any, s: Any, **how: Any) -> Any:
+    return contrastile.clip_loss(i, t, s, ids=torch.arange(len(i)) % 2, weights=i.detach()[:, 0].abs(), **how)
+
+
+def with_a_queue(i: Any, t: Any, s: Any, **how: Any) -> Any:
+    return contrastile.info_nce(i, t, s.detach(), negatives=t.detach() ** 2, margin=0.1, **how)
+
+
+def views(i: Any, t: Any, s: Any, **how: Any) -> Any:
+    return contrastile.nt_xent(i, t, s, **how)
+
+
+def labelled(i: Any, t: Any, s: Any, **how: Any) -> Any:
+    return contrastile.sup_con(i, torch.arange(len(i)) // 2, s, **how)
+
+
+def additive(i: Any, t: Any, s: Any, **how: Any) -> Any:
+    return contrastile.sigmoid_loss(i, t, s, s.detach() - 9, **how)
+
+
+@pytest.mark.parametrize("loss", [clip, of_ids, with_a_queue, views, labelled, additive])
+def test_a_replicated_step_from_graphs_has_the_bits_of_a_launched_one(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Any]
+) -> None:
+    """Ranks of 4 and 3 samples; three calls in turn, of which only the last is differentiated at once."""
+
+    def program(comm: InProcess) -> list[Any]:
+        results: list[Any] = []
+        for seed in range(BEFORE + 2):
+            given = [x.split((4, 3))[comm.rank].clone().requires_grad_() for x in drawn(seed, 7, 7)]
+            scale = torch.tensor(2.0 + seed, requires_grad=True)
+            value = loss(*given, scale, group=comm, exchange="replicate")
+            results.append((value, [*given, scale]))
+        for value, _ in reversed(results):
+            (-1.5 * value).backward()
+        return [x for value, given in results for x in (value.detach(), *(each.grad for each in given))]
+
+    expected = InProcessGroup[list[Any]](2).run(program)
+    monkeypatch.setattr(steps, "STEPS", found := steps.Steps())
+    monkeypatch.setattr(steps, "record", recorded)
+    monkeypatch.setattr(steps, "can_capture", lambda x: True)
+    monkeypatch.setattr(replay, "fits", lambda rows, columns: True)
+    for ours, launched in zip(InProcessGroup[list[Any]](2).run(program), expected, strict=True):
+        assert same(ours, launched)
+    assert found.captured
