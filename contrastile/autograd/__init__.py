@@ -40,10 +40,9 @@ def evaluate(plan: Plan) -> Tensor:
     grad = torch.is_grad_enabled()
     if eager.direct(torch, problem.arrays()):
         # asked here: inside a function's forward gradients are always off
-        plan = plan.replaying()
-        if plan.replay and replicate.applies(problem) and problem.kind != STATISTICS:
+        if replicate.applies(problem) and problem.kind != STATISTICS:
             return steps.STEPS.replicated(plan, grad=grad)
-        return functions.eager_loss(plan, grad=grad)
+        return functions.eager_loss(plan.replaying(), grad=grad)
     if not problem.traceable:
         return functions.eager_loss(plan, grad=grad)
     return operators.called(plan, operators.wants_of(problem, grad=grad))[0]

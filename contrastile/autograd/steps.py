@@ -263,7 +263,7 @@ class Steps(Signatures[Step]):
         problem, library = plan.problem, plan.library
         placement, (given, wanted) = sums.placed(problem), functions.asked(problem, grad=grad)
         whole = functions.unrecorded(grad, replicate.replicated, problem, library)
-        alone = replace(plan, problem=whole, replay=False)
+        alone = replace(plan, problem=whole)
         if not can_capture(whole.rows) or not compute.may_be_replayed(alone):
             return functions.eager_loss(plan, grad=grad, whole=whole)
         flags = local.Wanted(False, (False,) * len(whole.columns), False, False)
