@@ -187,7 +187,7 @@ def capacity(setup: Setup) -> Capacity:
     """
     name = setup.backend
     if name == "auto":
-        name = choose("torch", setup.device, setup.dtype, group=setup.gpus > 1)
+        name = choose("torch", setup.device, setup.dtype)
     backend = load(name)
     backend.check_device(setup.device)
     backend.check_dtype(setup.dtype)

@@ -167,19 +167,14 @@ def _backend(name: str, entry: Known, missing: str | None) -> Finding:
 
 
 def _choices() -> Iterator[Finding]:
-    """What "auto" takes for torch tensors of the usual dtypes, on a GPU without a group and with one; and why."""
+    """What "auto" takes for torch tensors of the usual dtypes, and why."""
     place = "cuda" if _torch_gpus() else "cpu"
     if "torch" not in sys.modules:
         return
     for dtype in ("float32", "bfloat16"):
-        taken: dict[choice.Choice, list[str]] = {}
-        for group in (False, True):
-            found = choice.explained("torch", place, dtype, "auto", group)
-            taken.setdefault(found, []).append("with a group" if group else "without a group")
-        for found, served in taken.items():
-            name = f"{dtype} on {place}" + (f": {', '.join(served)}" if len(taken) > 1 else "")
-            how = f" with precision={choice.auto_precision(found.name)!r}" if dtype == "float32" else ""
-            yield Finding("auto", name, "ok", f"{found.name}{how} ({found.why})")
+        found = choice.explained("torch", place, dtype, "auto")
+        how = f" with precision={choice.auto_precision(found.name)!r}" if dtype == "float32" else ""
+        yield Finding("auto", f"{dtype} on {place}", "ok", f"{found.name}{how} ({found.why})")
 
 
 def _without_mpi() -> str:

@@ -86,8 +86,7 @@ def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan,
     dtype = library.dtype(problem.rows)
     if backend == "auto":
         place = library.place(problem.rows) if blocking is None else str(blocking.device)
-        asked = problem.placement is not None, problem.row_guide is not None
-        backend = choose(library.name, place, dtype, options.precision, *asked)
+        backend = choose(library.name, place, dtype, options.precision, guide=problem.row_guide is not None)
     return Plan(problem, backend, settled(options, backend, dtype), library), loss
 
 

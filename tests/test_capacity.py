@@ -152,7 +152,7 @@ def test_the_loss_on_a_gpu(name: str) -> None:
 
 def test_backend_and_exchange_are_those_that_calls_take(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(batch=262144, dim=512, gpus=4)
-    monkeypatch.setattr(capacity, "choose", lambda *call, group: "torch")
+    monkeypatch.setattr(capacity, "choose", lambda *call: "torch")
     assert capacity.capacity(setup).backend == "torch"
     assert capacity.capacity(setup).exchange == "gather"
     small = replace(setup, batch=16384)

@@ -25,14 +25,12 @@ class Preference:
 
     Attributes:
         capability: the GPU's compute capability times 10; None for any.
-        group: whether the call has a group; None for any.
         dtypes: of the features; float32 with a precision that the caller named is "float32/tf32" and the like.
         order: backends, the fastest first. The first that can be used is taken.
         measured: the measurement behind the order.
     """
 
     capability: int | None
-    group: bool | None
     dtypes: tuple[str, ...]
     order: tuple[str, ...]
     measured: str
@@ -42,36 +40,28 @@ class Preference:
 TABLE = (
     Preference(
         _HOPPER,
-        False,
         _HALF,
         ("cupy", "triton", "torch"),
-        "bfloat16: clip_loss, b = 65,536, d = 512, H100: cupy 27.5 ms, triton 31.7; nt_xent, 2 x 16,384, d = 128, "
-        "H200: cupy 1.45 ms, triton 2.36; sigmoid_loss, b = 16,384, d = 768, H200: cupy 2.05 ms, triton 2.26",
+        "bfloat16: clip_loss, b = 65,536, d = 512, H100: cupy 27.5 ms, triton 31.2; 32,768 on each of four by gather: "
+        "cupy 30.3, triton 33.9; nt_xent, 2 x 16,384, d = 128, H200: cupy 1.45 ms, triton 2.36; sigmoid_loss, "
+        "b = 16,384, d = 768, H200: cupy 2.05 ms, triton 2.26",
     ),
     # triton has no "ieee" on a GPU
     Preference(
         _HOPPER,
-        False,
         ("float32/ieee",),
         ("cupy", "torch"),
         "clip_loss, float32, b = 16,384, d = 512, H200: cupy 23.6 ms, full logits in plain torch 36.6",
     ),
-    Preference(None, None, ("float32/ieee",), ("torch", "cupy"), "not measured"),
+    Preference(None, ("float32/ieee",), ("torch", "cupy"), "not measured"),
     Preference(
-        None,
         None,
         ("float32", "float32/tf32"),
         ("triton", "cupy", "torch"),
         "clip_loss, float32, b = 16,384, d = 512, H200: triton 10.4 ms by split, cupy 23.6; 4.5 by tf32, cupy 15.8",
     ),
-    Preference(None, None, ("float32/split",), ("triton", "torch"), "no other has it"),
-    Preference(
-        None,
-        None,
-        _HALF,
-        ("triton", "cupy", "torch"),
-        "clip_loss, bfloat16, 4,096 pairs on each of two H200 by gather: triton 2.5 ms, cupy 4.0; no other measured",
-    ),
+    Preference(None, ("float32/split",), ("triton", "torch"), "no other has it"),
+    Preference(None, _HALF, ("triton", "cupy", "torch"), "not measured"),
 )
 
 
@@ -84,9 +74,7 @@ class Choice:
 
 
 @asked_while_tracing
-def choose(
-    library: str, place: str, dtype: str = "float32", precision: str = "auto", group: bool = False, guide: bool = False
-) -> str:
+def choose(library: str, place: str, dtype: str = "float32", precision: str = "auto", *, guide: bool = False) -> str:
     """The name that ``backend="auto"`` stands for.
 
     Args:
@@ -94,21 +82,20 @@ def choose(
         place: their device: "cpu", "cuda:1"; "cuda" for torch's current one.
         dtype: theirs.
         precision: that the caller asks for.
-        group: whether the call has a group.
         guide: whether it has a guide.
     """
-    return explained(library, place, dtype, precision, group, guide).name
+    return explained(library, place, dtype, precision, guide=guide).name
 
 
 @cache
-def explained(library: str, place: str, dtype: str, precision: str, group: bool, guide: bool = False) -> Choice:
+def explained(library: str, place: str, dtype: str, precision: str, *, guide: bool = False) -> Choice:
     """What ``choose`` gives, and why."""
-    found = _found(library, place, dtype, precision, group, guide)
+    found = _found(library, place, dtype, precision, guide)
     _log.debug("backend='auto' is %s for %s %s arrays on %s: %s", found.name, library, dtype, place, found.why)
     return found
 
 
-def _found(library: str, place: str, dtype: str, precision: str, group: bool, guide: bool) -> Choice:
+def _found(library: str, place: str, dtype: str, precision: str, guide: bool) -> Choice:
     if library in ("numpy", "cupy"):
         return Choice(library, f"it computes {library} arrays where they are")
     device = place.partition(":")[0]
@@ -116,7 +103,7 @@ def _found(library: str, place: str, dtype: str, precision: str, group: bool, gu
         return Choice("torch", "the others run on NVIDIA GPUs" if device != "cuda" else "tensor cores have no float64")
     wanted = dtype if dtype != "float32" or precision == "auto" else f"{dtype}/{precision}"
     own = capability(place)
-    row = next(x for x in TABLE if wanted in x.dtypes and x.capability in (None, own) and x.group in (None, group))
+    row = next(x for x in TABLE if wanted in x.dtypes and x.capability in (None, own))
     why = row.measured
     # backends after the one that is taken are not loaded: importing CuPy takes a while
     for name in row.order:

@@ -123,8 +123,8 @@ class Handshake:
         backend = self.settings.get("backend", "auto")
         if backend == "auto":
             # what is installed may differ
-            asked = self.settings.get("precision", "auto"), True, settings.get("guide") is not None
-            backend = choose(arrays.name, arrays.place(rows), dtype, *asked)
+            precision, guide = self.settings.get("precision", "auto"), settings.get("guide") is not None
+            backend = choose(arrays.name, arrays.place(rows), dtype, precision, guide=guide)
             agreed["the backend that 'auto' takes (name one that every rank has)"] = backend
         places = tuple(arrays.device(x) if arrays.owns(x) else "a number" for x, _ in numbers)
         agreed["where scale and bias are"] = places

@@ -142,15 +142,14 @@ def test_a_guide_is_for_backends_that_take_one(machine: Machine, monkeypatch: py
 def test_the_fastest_that_can_be_used_is_taken(machine: Machine) -> None:
     for capability in (0, 80, 100, 90):
         machine(capability, "triton", "cupy")
-        assert {choose("torch", "cuda", "float32", precision, True) for precision in ("auto", "split")} == {"triton"}
-        found = [choose("torch", "cuda:0", "bfloat16", group=group) for group in (False, True)]
-        assert found == ["cupy" if capability == 90 else "triton", "triton"]
+        assert {choose("torch", "cuda", "float32", precision) for precision in ("auto", "split")} == {"triton"}
+        assert choose("torch", "cuda:0", "bfloat16") == ("cupy" if capability == 90 else "triton")
     assert choose("torch", "cuda", "float32", "ieee") == "cupy"
     # the precision says nothing to other dtypes
-    assert choose("torch", "cuda", "bfloat16", "ieee", True) == "triton"
+    assert choose("torch", "cuda", "bfloat16", "ieee") == "cupy"
     # without tensor cores torch is faster than triton
     machine(90, "triton")
-    assert {choose("torch", "cuda", "float32", "ieee", group) for group in (False, True)} == {"torch"}
+    assert choose("torch", "cuda", "float32", "ieee") == "torch"
 
 
 def test_what_cannot_be_used_is_passed_over_and_the_reason_is_told_once(
@@ -169,7 +168,7 @@ def test_what_cannot_be_used_is_passed_over_and_the_reason_is_told_once(
 
 def test_the_table_has_a_row_for_every_call_and_says_what_was_measured() -> None:
     wanted = [*DTYPES, *(f"float32/{precision}" for precision in PRECISIONS)]
-    assert all(any(dtype in row.dtypes and row.capability is row.group is None for row in TABLE) for dtype in wanted)
+    assert all(any(dtype in row.dtypes and row.capability is None for row in TABLE) for dtype in wanted)
     for row in TABLE:
         assert "torch" in row.order
         assert set(row.order) <= set(registry.BUILT_IN)
