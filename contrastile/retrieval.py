@@ -74,6 +74,7 @@ def ranks(
         ExchangeError: a rank died, stalled or left.
     """
     search = _Search(rows, columns, positives, (row_ids, column_ids), group, tile, progress=progress)
+    order = search.ordered() if search.fused is not None and row_ids is not None else None
     found = []
     for low, where in search.blocks():
         if search.fused is not None:
@@ -86,7 +87,8 @@ def ranks(
             smaller = search.left_out(x.lt_(own[:, None]), low, left, where, value=1.0)
             count += x.shape[1] - smaller.sum(1).long()
         found.append(count)
-    return torch.cat(found) if found else search.positives
+    whole = torch.cat(found) if found else search.positives
+    return whole if order is None else torch.empty_like(whole).scatter_(0, order, whole)
 
 
 def recall(ranks: Tensor, k: int) -> float:
@@ -290,6 +292,17 @@ class _Search:
         if self._column_ids is not None:
             self._column_ids = joined(self._column_ids)
         return sum(sizes[: communicator.rank])
+
+    def ordered(self) -> Tensor:
+        """Put rows and columns in the order of their ids, so that few tiles compare them; the rows' numbers."""
+        assert self._row_ids is not None
+        assert self._column_ids is not None
+        rows: Tensor = self._row_ids.argsort(stable=True)
+        columns: Tensor = self._column_ids.argsort(stable=True)
+        self._row_ids, self._column_ids = self._row_ids[rows], self._column_ids[columns]
+        places = torch.empty_like(columns).scatter_(0, columns, torch.arange(len(columns), device=columns.device))
+        self.rows, self.columns, self.positives = self.rows[rows], self.columns[columns], places[self.positives[rows]]
+        return rows
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """The first row of each block of rows, and the positives of the block."""

@@ -101,7 +101,8 @@ class _Search(BlockPass):
 
     def __init__(self, block: Block) -> None:
         super().__init__(block, Options())
-        self.tile = self.config("masked" if self.masks.masked else "search")
+        # ids are compared in few tiles, or the larger tile still reads less
+        self.tile = self.config("search")
         self.across = ceil_div(self.n, self.tile.bn)
 
     def tiles(
