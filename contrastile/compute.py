@@ -142,7 +142,8 @@ def problem_loss(problem: Problem, work: local.Work, wanted: local.Wanted | None
     """
     (backend, options), placement, module = work, problem.placement, _module(problem)
     with _ALONE if placement is None else phase(placement):
-        if placement is not None:
+        # a gather compares in the message that brings the columns
+        if placement is not None and module is not gather:
             problem = scalars.compared(problem, backend.arrays)
         whole = whole_of(problem, backend.arrays, backend, options)
         if whole is not None:

@@ -15,7 +15,7 @@ from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Block, ColumnForm, SideStatistics, Weights
 from contrastile.backends.objectives import STATISTICS
 from contrastile.comm import buffers
-from contrastile.schedules import local
+from contrastile.schedules import local, scalars
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem
 from contrastile.schedules.sums import (
@@ -29,14 +29,22 @@ from contrastile.schedules.sums import (
 
 
 def _block(problem: Problem, arrays: ArrayLibrary, kept: Array | None = None) -> Block:
-    """This rank's rows against the columns of all ranks; ``kept`` are these, where an earlier pass gathered them."""
+    """This rank's rows against the columns of all ranks; ``kept`` are these, where an earlier pass gathered them.
+
+    One message, in which the forward pass compares the scale and the bias too: see ``scalars``.
+    """
     placement = placed(problem)
-    widths = placement.shards.widths
-    marks = [None if x is None else gathered(placement, arrays, (x, widths))[0] for x in problem.marks]
-    if kept is None:
-        (kept,) = gathered(placement, arrays, (arrays.concat(list(problem.columns)), widths))
+    widths, numbers = placement.shards.widths, scalars.of(problem) if kept is None else {}
+    columns = [] if kept is not None else [arrays.concat(list(problem.columns))]
+    parts = [(x, widths) for x in (*columns, *problem.marks) if x is not None]
+    wide = [(arrays.cast(x, "float64").reshape((1,)), (1,) * placement.size) for x in numbers.values()]
+    found = gathered(placement, arrays, *parts, *wide) if parts else []
+    own = scalars.checked(placement, arrays, numbers, found[len(parts) :])
+    each = iter(found)
+    kept = next(each) if kept is None else kept
+    marks = [None if x is None else next(each) for x in problem.marks]
     # the pairs' numbers are those of the joined columns already
-    return problem.block(kept, 0, marks)
+    return replace(problem, **own).block(kept, 0, marks)
 
 
 @local.ieee
@@ -80,16 +88,25 @@ def _over_columns(
     weight, target, dtype = problem.column_weight, problem.column_target, arrays.dtype(problem.scale)
     if n == 1:
         return local.loss(problem, arrays, dtype, rows, state), state[:2], None
-    own = [] if problem.kind == STATISTICS else [local.loss(problem, arrays, "float64", rows).reshape((1,))]
-    total, count = sum(widths), (1,) * n
-    every = [(x, count) for x in own] + [(x, (total,) * n) for x in state] + [(weight, widths), (target, widths)]
-    *losses, negative, positive, positive_sum, weight, target = gathered(placement, arrays, *every)
-    found = [list(x.reshape((n, total, *x.shape[1:]))) for x in (negative, positive, positive_sum)]
-    merged = local.merged(arrays, list(map(SideStatistics, *found)))
+    own = [] if problem.kind == STATISTICS else [local.loss(problem, arrays, "float64", rows)]
+    # all are float64: one array travels
+    flat = [x.reshape((-1,)) for x in (*state, *own)]
+    size, packed = flat[0].shape[0], arrays.concat(flat)
+    part = packed, (packed.shape[0],) * n
+    if problem.whole is None:
+        every, weight, target = gathered(placement, arrays, part, (weight, widths), (target, widths))
+    else:
+        # all weigh the same
+        (every,), of = gathered(placement, arrays, part), arrays.dtype(weight)
+        weight, target = (arrays.full((sum(widths),), x, of, packed) for x in (problem.whole, 1.0))
+    every = every.reshape((n, packed.shape[0]))
+    places = [slice(i * size, (i + 1) * size) for i in range(len(state))]
+    found = [[one[at].reshape(state[0].shape) for at in places] for one in every]
+    merged = local.merged(arrays, found)
     start, stop = placement.start, placement.start + widths[placement.rank]
-    if losses:
+    if own:
         of_columns = objectives.loss(problem.terms(arrays), arrays, "float64", [(*merged, weight, target)])
-        value = arrays.cast(arrays.total(losses[0]) + of_columns, dtype)
+        value = arrays.cast(arrays.total(every[:, -1]) + of_columns, dtype)
     else:
         value = local.loss(problem, arrays, dtype, rows, SideStatistics(*(x[start:stop] for x in merged)))
     lses = merged[:2]

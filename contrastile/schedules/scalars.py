@@ -55,7 +55,8 @@ def compared(problem: Problem, arrays: ArrayLibrary) -> Problem:
     if placement is None or not numbers:
         return problem
     wide = [arrays.cast(x, "float64") for x in numbers.values()]
-    return replace(problem, **checked(placement, arrays, numbers, gathered_scalars(placement, arrays, wide)))
+    found = checked(placement, arrays, numbers, gathered_scalars(placement, arrays, wide))
+    return replace(problem, placement=replace(placement, unread=False), **found)
 
 
 def checked(
