@@ -15,6 +15,7 @@ import numpy as np
 
 from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.problem import Problem
+from contrastile.verify import cases
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import Comparisons, Point, compare
 from contrastile.verify.draws import softmax_problem, unit
@@ -42,6 +43,11 @@ def growth(subject: Subject, case: str) -> Comparisons:
     for axis, values in AXES.items():
         for x in values:
             yield from _measured(subject, axis, x)
+    if subject.device == "cpu":
+        # a mean of equal logits is each of them, however large
+        copies = replace(cases.build("copies@opposite", subject.dtype), scale=np.asarray(1e4))
+        how = subject.accuracy, subject.dtype, NOISIER[subject.device]
+        yield "copies, scale = 10000", compare_with_plain(copies, truth(copies), subject.run(copies), *how)
 
 
 def _measured(subject: Subject, axis: str, x: float) -> Comparisons:

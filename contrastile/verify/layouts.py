@@ -142,8 +142,9 @@ def called_twice(backend: Backend) -> Backend:
         primitive(*call)
         return primitive(*call)
 
-    # ``finished`` has no accumulators
-    return around(replace(backend, finished=None, keeping=None), twice, "gradients", "sigmoid")
+    # ``finished`` has no accumulators, and what is kept beside it is for it
+    keeping = backend.keeping if backend.finished is None else None
+    return around(replace(backend, finished=None, keeping=keeping), twice, "gradients", "sigmoid")
 
 
 def expanded(backend: Backend) -> Backend:

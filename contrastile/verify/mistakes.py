@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from contrastile import evaluation, losses
 from contrastile.backends.contract import state_dtype
+from contrastile.comm.calls import Label
 from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
 from contrastile.verify.execution import putter
@@ -30,7 +32,7 @@ def _told(told: list[str], error: str) -> Worst:
 
 
 def skipped_backward(subject: Subject, case: str) -> Comparisons:
-    """A rank that skips one backward pass raises the same ExchangeError on every rank."""
+    """A rank that skips a backward pass raises the same ExchangeError on every rank; a second thread raises one."""
     world = subject.ranks
     if world.size < 2 or not world.can_be_late:
         raise SkipError("the group can carry nothing afterwards: it needs several ranks of one process, give --world 3")
@@ -39,22 +41,36 @@ def skipped_backward(subject: Subject, case: str) -> Comparisons:
     for exchange in EXCHANGES:
         for skips in (0, world.size - 1):
             settings: dict[str, Any] = {"backend": subject.name, **subject.settings, "exchange": exchange}
-            program = partial(_error_of_two_calls, skips=skips, given=(*pair, 10.0), settings=settings)
-            yield f"{exchange}, rank {skips}", _told(world.run(program), "ExchangeError")
+            program = partial(_two_calls, skips=skips, given=(*pair, 10.0), settings=settings)
+            yield f"{exchange}, rank {skips}", _told(world.run(partial(_said, ExchangeError, program)), "ExchangeError")
+    # the others say first that the group has failed
+    told = [text.rpartition(": ")[2] for text in world.run(partial(_said, ExchangeError, _two_threads))]
+    yield "a second thread", _told(told, "ExchangeError")
 
 
-def _error_of_two_calls(communicator: Communicator, skips: int, given: Any, settings: dict[str, Any]) -> str:
-    """The text of a rank's ExchangeError; rank ``skips`` has no backward pass in the first of its calls."""
-    both = evaluation.value_and_grad(losses.clip_loss, group=communicator, **settings)
+def _said(kind: type[Exception], program: Callable[[Communicator], Any], communicator: Communicator) -> str:
+    """The text of the error of this kind that a rank's program raises; "" for none."""
     try:
-        if communicator.rank == skips:
-            losses.clip_loss(*given, group=communicator, **settings)
-        else:
-            both(*given)
-        both(*given)
-    except ExchangeError as error:
+        program(communicator)
+    except kind as error:
         return str(error)
     return ""
+
+
+def _two_calls(communicator: Communicator, skips: int, given: Any, settings: dict[str, Any]) -> None:
+    """Rank ``skips`` has no backward pass in the first of its calls."""
+    both = evaluation.value_and_grad(losses.clip_loss, group=communicator, **settings)
+    first = partial(losses.clip_loss, group=communicator, **settings) if communicator.rank == skips else both
+    first(*given)
+    both(*given)
+
+
+def _two_threads(communicator: Communicator) -> None:
+    """The second posts in the middle of a phase of the first."""
+    communicator.agree(np.zeros(1, np.int64), Label(communicator.calls.begin()))
+    communicator.exchange({}, {}).wait()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(communicator.exchange, {}, {}).result()
 
 
 def mismatched_calls(subject: Subject, case: str) -> Comparisons:
@@ -78,10 +94,10 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
     }
     right: _Arguments = losses.clip_loss, [*pair, 10.0], {}
     beside: dict[str, _Arguments] = {}
-    for name in ("margin", "label_smoothing", *["threshold"] * subject.backend.limits):
-        beside[f"another {name}"], differences[f"another {name}"] = (
-            (losses.clip_loss, [*pair, 10.0], {name: x}) for x in (0.1, 0.2)
-        )
+    for name in ("bias", "margin", "label_smoothing", *["threshold"] * subject.backend.limits):
+        loss: Any = losses.sigmoid_loss if name == "bias" else losses.clip_loss
+        label = f"another {name}"
+        beside[label], differences[label] = ((loss, [*pair, 10.0], {name: x}) for x in (0.1, 0.2))
     if subject.device == "cpu":
         beside["a positive that is no column"] = losses.info_nce, [*pair, 10.0], {"positives": ids}
         bad = losses.info_nce, [*pair, 10.0], {"positives": ids + 4 * world.size}
@@ -120,9 +136,7 @@ def _error_of_a_mismatch(communicator: Communicator, right: _Arguments, last: _A
     """The text of a rank's MismatchError, of which the last rank calls something else; all are then right once."""
     how: dict[str, Any] = {"backend": subject.name, "group": communicator, "exchange": "ring", **subject.settings}
     loss, args, more = last if communicator.rank == communicator.size - 1 else right
-    try:
-        loss(*args, **(how | more))
-    except MismatchError as error:
+    said = _said(MismatchError, lambda _: loss(*args, **(how | more)), communicator)
+    if said:
         right[0](*right[1], **how)
-        return str(error)
-    return ""
+    return said

@@ -21,7 +21,7 @@ from contrastile.verify.losses.cases import BATCHES, CALLS, OPTIONS, Batch, Loss
 from contrastile.verify.losses.ours import OF_ARRAYS, OF_TENSORS, Interface, both, function, interfaces, of_interface
 from contrastile.verify.losses.properties import UPSTREAM, LossTrial, compared
 from contrastile.verify.losses.subject import Loss, Result, prepare
-from contrastile.verify.rearrange import redirected
+from contrastile.verify.rearrange import redirected, take
 from contrastile.verify.refused import refusals
 from contrastile.verify.shards import Parts, shares
 from contrastile.verify.trained import training
@@ -135,9 +135,7 @@ class Share(Parts):
         features = [x[own] for x in given.features[:1]]
         features += [x[self.columns(rank, 0)] for x in given.features[1:]]
         negatives = [x[self.columns(rank, block)] for block, x in enumerate(given.negatives, 1)]
-        labels = None if given.labels is None else given.labels[own]
-        weights = None if given.weights is None else given.weights[own]
-        given = replace(given, labels=labels, weights=weights, keywords=keywords)
+        given = replace(given, labels=take(given.labels, own), weights=take(given.weights, own), keywords=keywords)
         if given.guide:
             given = replace(given, guide=(given.guide[0][own], given.guide[1][self.own(rank)]))
         return replace(given, features=tuple(features), negatives=tuple(negatives))

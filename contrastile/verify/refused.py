@@ -15,6 +15,7 @@ from contrastile.reporting import one_line
 from contrastile.verify import process
 from contrastile.verify.comparison import NOTHING, Comparisons, wrong
 from contrastile.verify.trial import SkipError, Subject
+from contrastile.verify.worlds import Threads
 
 _ROWS, _WIDTH = 7, 5
 
@@ -55,13 +56,9 @@ def _calls(subject: Subject, pair: Any) -> Iterator[tuple[str, Callable[[], Any]
     clip: Any = losses.clip_loss
     right = partial(clip, *pair, 10.0, **settings)
     ten, *others = (torch.tensor(x, device=subject.device) for x in (10.0, torch.nan, torch.inf))
+    scaled = partial(clip, *pair, **settings)
     for x in others:
-        yield (
-            f"a scale of {x:g}",
-            partial(clip, *pair, ten, **settings),
-            partial(clip, *pair, x, **settings),
-            ValueError,
-        )
+        yield f"a scale of {x:g}", partial(scaled, ten), partial(scaled, x), ValueError
     for name, good, bad in (
         ("tile", 1, True),
         ("tile", 3, 3.0),
@@ -69,9 +66,7 @@ def _calls(subject: Subject, pair: Any) -> Iterator[tuple[str, Callable[[], Any]
         ("keep", 1, 1.0),
         ("workspace", 1, True),
     ):
-        more: dict[str, Any] = {x: y for x, y in settings.items() if x != name}
-        plain = partial(clip, *pair, 10.0, **more)
-        yield f"{name}={bad!r}", partial(plain, **{name: good}), partial(plain, **{name: bad}), TypeError
+        yield f"{name}={bad!r}", partial(right, **{name: good}), partial(right, **{name: bad}), TypeError
 
     def forward_mode() -> Any:
         # of what torch imports for the first dual tensor of a process
@@ -99,8 +94,8 @@ def _calls(subject: Subject, pair: Any) -> Iterator[tuple[str, Callable[[], Any]
     nce: Any = losses.info_nce
     alone = partial(nce, *pair, 10.0, in_batch=False, **settings)
     yield "a guide of negatives alone", partial(alone, negatives=pair[1]), partial(alone, **given), ValueError
+    yield "blocks of ranks", right, lambda: Threads(1).run(lambda group: right(group=group, block=2)), ValueError
     for unknown in sorted({"split", "tf32", "ieee"} - subject.backend.precisions)[:1]:
-        rounded = partial(clip, *pair, 10.0, **settings | {"precision": unknown})
-        yield "another precision", right, rounded, UnsupportedProblemError
-    refusing = {**settings, "backend": f"contrastile.verify.wrapped:refusing@{subject.name}"}
-    yield "what the backend refuses", right, partial(clip, *pair, 10.0, **refusing), UnsupportedProblemError
+        yield "another precision", right, partial(right, precision=unknown), UnsupportedProblemError
+    refusing = partial(right, backend=f"contrastile.verify.wrapped:refusing@{subject.name}")
+    yield "what the backend refuses", right, refusing, UnsupportedProblemError

@@ -83,7 +83,7 @@ def with_own(draw: Draw, given: Arguments) -> Arguments:
     own = unit(given.features[0][:, None] + unit(draw.standard_normal((b, k, d))))
     own[np.arange(k) >= counts[:, None]] = np.nan
     keywords = {**given.keywords, "negative_counts": counts}
-    return replace(given, negatives=(*given.negatives, own), keywords=keywords)
+    return replace(given, negatives=(*given.negatives, own), joined=False, keywords=keywords)
 
 
 def labelled(names: Callable[[Draw, int], np.ndarray]) -> Callable[[Draw, Arguments], Arguments]:
@@ -122,16 +122,16 @@ def rounded(given: Arguments, dtype: str, facts: Accuracy | None = None) -> Argu
 
 _APART, _ALONE = {"share_negatives": False}, {"in_batch": False}
 _INSIDE = {"ids_are": "positives", "sum_positives": "inside"}
-OWN_NEGATIVES: tuple[tuple[str, str, float, Any, bool, dict[str, Any]], ...] = (
-    ("", "negatives of one query each, and NaN beyond their counts", 37.3, pairs, False, _APART),
-    ("@certain", "of certain pairs", 100.0, certain_pairs, False, _APART),
-    ("@alone", "nothing but them", 20.0, pairs, False, {**_APART, **_ALONE, "margin": 0.35}),
-    ("@queue", "beside a queue, with ids", 20.0, pairs, True, _APART | _ALONE),
-    ("@ids", "of several positives", 20.0, pairs, True, _APART | _INSIDE),
-    ("@threshold", "less those far above the positive", 20.0, pairs, False, {**_APART, "threshold": -0.1}),
-    ("@shared", "their padding, where all queries share them and logits of 0 count", 2.0, pairs, False, _ALONE),
+OWN_NEGATIVES: tuple[tuple[str, str, float, Any, int, dict[str, Any]], ...] = (
+    ("", "negatives of one query each, and NaN beyond their counts", 37.3, pairs, 0, _APART),
+    ("@certain", "of certain pairs", 100.0, certain_pairs, 0, _APART),
+    ("@alone", "nothing but them", 20.0, pairs, 0, {**_APART, **_ALONE, "margin": 0.35}),
+    ("@queue", "beside a queue, with ids", 20.0, pairs, 1, _APART | _ALONE),
+    ("@ids", "of several positives", 20.0, pairs, 1, _APART | _INSIDE),
+    ("@threshold", "less those far above the positive", 20.0, pairs, 0, {**_APART, "threshold": -0.1}),
+    ("@shared", "their padding, where all queries share them and logits of 0 count", 2.0, pairs, 2, _ALONE),
 )
-"""Cases of ``with_own``: name, about, scale, features, whether a queue comes before, and options."""
+"""Cases of ``with_own``: name, about, scale, features, the queue before them (1: with ids, 2: without), and options."""
 
 
 def stated(objective: str, given: Arguments, weights: str = "float64") -> Problem:

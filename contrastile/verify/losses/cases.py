@@ -220,6 +220,7 @@ def _option(
 
 _SHARED: dict[str, Any] = {"ids_are": "positives"}
 _INSIDE: dict[str, Any] = {"sum_positives": "inside"}
+_BEFORE = (), (_queue,), (_one_tensor,)
 _OPTIONS = (
     _option("weights", "weights of samples", HIGH, (*_ROWWISE, *_SELF, "sigmoid_loss"), _optional()),
     _option("several", "ids that are positives", 20.0, (*_BATCH, *_ONE), _optional(_few, **_SHARED)),
@@ -272,7 +273,7 @@ _OPTIONS = (
     _option("guide@positives", "of positives anywhere", 20.0, _ONE, _optional(_blocks, guided, threshold=-1.0)),
     _option("guide@queue", "of a queue", 20.0, _ONE, _optional(_queue, guided, threshold=0.5, threshold_is="relative")),
     *(
-        replace(_option("own" + name, about, scale, _ONE, _optional(*[_queue] * queue, with_own, **options)), draw=draw)
+        replace(_option("own" + name, about, scale, _ONE, _optional(*_BEFORE[queue], with_own, **options)), draw=draw)
         for name, about, scale, draw, queue, options in OWN_NEGATIVES
     ),
 )

@@ -24,7 +24,7 @@ _ARRAYS = (
     *("settings", "queues", "threads"),
 )
 _AUTOGRAD = ("value", "upstream", "leaves", "retained", "autocast", "settings")
-_CONVERTED = ("value", "upstream", "interleaved", "rewritten", "aliases", "inputs-kept", "strided", "leaks")
+_CONVERTED = ("value", "upstream", "retained", "interleaved", "rewritten", "aliases", "inputs-kept", "strided", "leaks")
 _ONCE = ("repeats", "leaks", "sizes")
 _EVERY_DTYPE = ("value", "upstream", "autocast", "numbers", "inputs-kept", "strided", "interleaved", "aliases")
 """The properties that a dtype may change; the others hold in float32, and then in every dtype."""
@@ -114,10 +114,15 @@ def functional(loss: Target, settings: dict[str, Any]) -> Target:
 
 
 def dispatched(loss: Target, settings: dict[str, Any]) -> Target:
-    """Under a mode that must see operators."""
+    """Under a mode that must see operators, which give tensors of the shapes that a tracer is told."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from contrastile.autograd import operators
+
     seen: list[str] = []
+
+    def shapes(found: Any) -> list[Any]:
+        return [x.shape if hasattr(x, "shape") else shapes(x) for x in found]
 
     class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         @classmethod
@@ -126,14 +131,20 @@ def dispatched(loss: Target, settings: dict[str, Any]) -> Target:
             return False
 
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.extend([function.__name__] if function.namespace == "contrastile" else [])
-            return function(*args, **(kwargs or {}))
+            found = function(*args, **(kwargs or {}))
+            if function.namespace == "contrastile":
+                seen.append(function.__name__)
+                told = vars(operators)["_fake_" + function.__name__.partition(".")[0]](*args)
+                assert shapes(told) == shapes(found), f"of {seen[-1]} a tracer is told other shapes"
+            return found
 
     def target(*args: Any, **keywords: Any) -> Any:
         seen.clear()
         with Seen():  # type: ignore[no-untyped-call]
             found = _with_gradients(partial(loss, **settings, **keywords), args)
-        if seen != ["loss.default", "gradients.default"]:
+            if loss is losses.clip_loss:
+                losses.statistics(*args[:3], **settings)
+        if seen[:2] != ["loss.default", "gradients.default"]:
             raise RuntimeError(f"a dispatch mode must see the loss and its gradients, got {seen}")
         return found
 
@@ -254,6 +265,13 @@ def features(loss: Target, settings: dict[str, Any]) -> Target:
             model.logit_bias = torch.as_tensor(bias[0])
         index = torch.arange(len(image), device=image.device)
         made = ImageTextFeatures(model)
+        model.text_model, saved = torch.nn.LayerNorm(1), dict[str, Any]()
+        model.save_pretrained = lambda folder, state_dict: saved.update(state_dict)  # type: ignore[assignment]
+        made.save_pretrained("", state_dict=made.state_dict())
+        assert saved.keys() == model.state_dict().keys(), "what is saved must have the model's own names"
+        made.load_state_dict(saved)
+        # a rank may have no samples
+        assert not any(map(len, made(pixel_values=index[:0], first=-1, input_ids=index[:0])[:2])), "of no samples"
         return loss(*made(pixel_values=index - 1, first=1, input_ids=index), **settings)
 
     return target

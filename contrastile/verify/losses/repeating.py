@@ -111,8 +111,9 @@ def retained(trial: LossTrial) -> Comparisons:
     """A graph that is retained gives the same gradients a second time, with another upstream gradient too."""
     trial.only_by_autograd()
     claims, fields, trials = trial.loss.claims, gradient_fields(trial.loss.claims), {"": trial}
-    kinds = {"few-keys": claims.positives, "ids": claims.ids and concerns("ids", "retained", None, claims.objective)}
-    trials |= {f"{x}, ": trial.other(build(x, trial.case.dtype, claims, trial.case.facts)) for x in kinds if kinds[x]}
+    for name, has in (("few-keys", claims.positives), ("ids", claims.ids), ("several", claims.options)):
+        if has and concerns(name, "retained", None, claims.objective):
+            trials[f"{name}, "] = trial.other(build(name, trial.case.dtype, claims, trial.case.facts))
     for kind, each in trials.items():
         call = each.call()
         value = call()
