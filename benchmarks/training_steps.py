@@ -38,7 +38,19 @@ CURVE = 1024
 
 
 class Batches(list[Any]):
-    """A list that may have further attributes, which the loop reads of a loader."""
+    """Batches that a library's own loop takes as they are, and reads attributes of."""
+
+
+def epoch(model: Any, batches: Any, pairs: int, loss: Any, optimiser: Any, parts: int = 1, **options: Any) -> None:
+    """One step of open_clip's ``train_one_epoch`` over so many pairs, in batches of which ``parts`` are one step's."""
+    loader: Any = Batches(batches)
+    loader.num_batches, loader.num_samples = len(loader), pairs
+    given: dict[str, Any] = dict.fromkeys(("distill", "horovod", "wandb", "grad_clip_norm")) | {"skip_scheduler": True}
+    given |= {"accum_freq": parts, "batch_size": pairs // parts, "world_size": 1, "rank": 0, "local_rank": 0}
+    given |= {"log_every_n_steps": 1, **options}
+    data = {"train": SimpleNamespace(set_epoch=id, dataloader=loader)}
+    loop = importlib.import_module("open_clip_train.train")
+    loop.train_one_epoch(model, data, loss, 0, optimiser, None, None, None, SimpleNamespace(**given))
 
 
 def pairs(b: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,26 +62,13 @@ def pairs(b: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def open_clip(way: str, b: int, steps: int, chunk: int) -> dict[str, Any]:
     """Seconds a step, the first one apart, peak memory, and the losses of so many steps of b pairs."""
-    library, loop = importlib.import_module("open_clip"), importlib.import_module("open_clip_train.train")
+    library = importlib.import_module("open_clip")
     torch.manual_seed(0)
     model = library.create_model("ViT-B-32", precision="amp_bf16", device="cuda", output_dict=True)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
     called = ChunkedModel(model, chunk) if way.endswith("ChunkedModel") else model
     loss = nn.ClipLoss() if way.startswith("contrastile") else library.ClipLoss()
     parts = b // chunk if way.endswith("freq") else 1
-    given = SimpleNamespace(
-        device="cuda",
-        precision="amp_bf16",
-        accum_freq=parts,
-        batch_size=b // parts,
-        world_size=1,
-        rank=0,
-        local_rank=0,
-        log_every_n_steps=1,
-        grad_clip_norm=None,
-        skip_scheduler=True,
-        **dict.fromkeys(("distill", "horovod", "wandb"), False),
-    )
     seconds, values = [], []
 
     def watched(**outputs: Any) -> Any:
@@ -79,13 +78,11 @@ def open_clip(way: str, b: int, steps: int, chunk: int) -> dict[str, Any]:
 
     for step in range(steps):
         images, texts = pairs(b, step % 4)
-        batches: Any = Batches(zip(images.chunk(parts), texts.chunk(parts), strict=True))
-        batches.num_batches, batches.num_samples = len(batches), b
-        data = {"train": SimpleNamespace(set_epoch=lambda _: None, dataloader=batches)}
+        batches = zip(images.chunk(parts), texts.chunk(parts), strict=True)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
-        loop.train_one_epoch(called, data, watched, 0, optimiser, None, None, None, given)
+        epoch(called, batches, b, watched, optimiser, parts, device="cuda", precision="amp_bf16")
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
     rest = torch.cuda.max_memory_allocated() - images.nbytes - texts.nbytes

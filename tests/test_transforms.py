@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_autograd import LOSSES, Loss, clip, features, number, sigmoid
+from test_autograd import LOSSES, Loss, clip, features, leaves, number, of_statistics, sigmoid, stepped
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -18,6 +18,12 @@ from contrastile.comm.inprocess import InProcess, InProcessGroup
 def first_argument(loss: Loss) -> Callable[[Tensor], Tensor]:
     other, scale = features(7, seed=1).detach(), number(14.3).detach()
     return lambda x: loss(x, other, scale)
+
+
+def test_statistics_in_reverse_mode_have_the_bits_of_backward() -> None:
+    given = leaves(torch.float64)
+    gradients, value = torch.func.grad_and_value(of_statistics, (0, 1, 2))(*(x.detach() for x in given))
+    assert all(map(torch.equal, [value, *gradients], stepped(of_statistics, *given)))
 
 
 def test_a_transform_inside_another_knows_whose_gradient_it_takes() -> None:

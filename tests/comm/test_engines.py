@@ -47,31 +47,10 @@ BACKENDS = {"mpi": ["numpy", "torch"], "torch": ["torch"]}
 CASES = ["ragged", "blocks", "sigmoid-ids", "views", "front-door", "mistakes", "sharded"]
 QUICK = ["--case", *CASES, "--dtype", "float32", "--examples", "10"]
 
-BROKEN = """
-import os
-from dataclasses import replace
-from contrastile.backends.numpy import backend as sound
 
-rank = int(os.environ.get("PMI_RANK", os.environ.get("RANK", "0")))
-
-def gradients(block, weights, rows, columns, options):
-    sound.gradients(block, weights, rows, columns, options)
-    if rank == 2 and rows is not None and rows.shape[0]:
-        rows[0] += 1.0
-
-def raising(block, weights, rows, columns, options):
-    if rank == 2:
-        raise KeyError("rank 2 is ill")
-    sound.gradients(block, weights, rows, columns, options)
-
-wrong = replace(sound, name="wrong", gradients=gradients)
-ill = replace(sound, name="ill", gradients=raising)
-"""
-
-
-def verify(engine: str, *words: str, folder: Path, deadline: float = PATIENCE) -> subprocess.CompletedProcess[str]:
-    """Run it with the modules of a folder."""
-    paths = os.pathsep.join([str(folder), str(ROOT)])
+def verify(engine: str, *words: str, deadline: float = PATIENCE) -> subprocess.CompletedProcess[str]:
+    """Run it with the backends that are ill."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     words = "-m", "contrastile", "verify", "--world", engine, *words
     return run(engine, len(RANKS), *words, CONTRASTILE_DEADLINE=str(deadline), PYTHONPATH=paths)
 
@@ -80,9 +59,7 @@ def verify(engine: str, *words: str, folder: Path, deadline: float = PATIENCE) -
 @pytest.mark.parametrize("engine", ENGINES)
 def test_four_processes_hold_every_property(engine: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    ended = verify(
-        engine, "--backend", *BACKENDS[engine], *QUICK, "--per-host", "2", "--json", str(path), folder=tmp_path
-    )
+    ended = verify(engine, "--backend", *BACKENDS[engine], *QUICK, "--per-host", "2", "--json", str(path))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     # rank 0 prints, and it alone
     assert ended.stdout.count("PASS: ") == 1
@@ -101,23 +78,22 @@ def test_four_processes_hold_every_property(engine: str, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_one_rank_gets_wrong_fails_everywhere_with_one_report(engine: str, tmp_path: Path) -> None:
-    (tmp_path / "broken_ranks.py").write_text(BROKEN, encoding="utf-8")
-    backends = "broken_ranks:wrong", "broken_ranks:ill"
+def test_what_one_rank_gets_wrong_fails_everywhere_with_one_report(engine: str) -> None:
+    backends = "ill_backends:broken", "ill_backends:raises"
     words = ["--case", "ragged", "--property", "ring", "agreement", "--dtype", "float64", "--quiet"]
     # the other ranks wait so long for one that has raised
-    ended = verify(engine, "--backend", *backends, *words, folder=tmp_path, deadline=30)
+    ended = verify(engine, "--backend", *backends, *words, deadline=30)
     # every rank ends with 1; mpirun may tell of one that it ended itself, because others aborted first
     assert ended.returncode in ((1,) if engine == "torch" else (1, 9)), ended.stdout + ended.stderr
     assert ended.stdout.count("FAIL: ") == 1
-    assert "FAILED broken_ranks:wrong ring ragged float64" in ended.stdout
+    assert "FAILED ill_backends:broken ring ragged float64" in ended.stdout
     assert "raised KeyError: 'rank 2 is ill'" in ended.stdout
     # the sound property of the wrong backend, after a test that failed
-    assert f"verify --world {engine} --backend broken_ranks:wrong" in ended.stdout
+    assert f"verify --world {engine} --backend ill_backends:broken" in ended.stdout
 
 
-def test_what_cannot_run_says_so_once(tmp_path: Path) -> None:
-    ended = verify("mpi", "--backend", "nope", folder=tmp_path)
+def test_what_cannot_run_says_so_once() -> None:
+    ended = verify("mpi", "--backend", "nope")
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert ended.stderr.count("contrastile verify: backend must be one of numpy, torch") == 1
 

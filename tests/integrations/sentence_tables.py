@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -33,13 +31,6 @@ def columns(many: int, rows: int = ROWS, start: int = 0) -> list[dict[str, Tenso
     """Inputs of a loss: of queries, documents and hard negatives, each a sentence of its own."""
     first = [start + i * rows for i in range(many)]
     return [{"input_ids": torch.arange(x, x + rows)[:, None], "attention_mask": torch.ones(rows, 1)} for x in first]
-
-
-def differentiated(loss: Any, embeddings: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The loss and its gradients."""
-    leaves = [x.clone().requires_grad_() for x in embeddings]
-    value = loss.compute_loss_from_embeddings(leaves, None)
-    return value.detach(), list(torch.autograd.grad(value, leaves))
 
 
 def allowed(pairs: int, scale: float) -> float:

@@ -1,11 +1,11 @@
-"""The losses of ``contrastile.integrations.sentence_transformers`` beside the library's own, in its own wrappers."""
+"""The losses of ``contrastile.integrations.sentence_transformers`` in the library's own wrappers, beside its own."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import string
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,12 @@ import pytest
 import tiny_models
 import torch
 from recipes import recipe
-from sentence_tables import DIMENSION, ROWS, Table, allowed, columns, differentiated
+from sentence_tables import DIMENSION, ROWS, Table, allowed, columns
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.slow
-SCALE, STRENGTH = 5.0, 3.0
+SCALE = 5.0
 STRATEGIES = "absolute", "relative"
-FURTHER = "query_to_query", "doc_to_query", "doc_to_doc"
-MODES = None, "in_batch_negatives", "hard_negatives", "all_negatives"
 
 
 def libraries() -> tuple[Any, Any]:
@@ -32,88 +30,37 @@ def libraries() -> tuple[Any, Any]:
     return losses, ours
 
 
-def settings() -> Iterator[dict[str, Any]]:
-    """Every choice that the library offers beside the similarity."""
-    for many in range(len(FURTHER) + 1):
-        for further in itertools.combinations(FURTHER, many):
-            for partition in ("joint", "per_direction"):
-                if partition == "joint" or not {"query_to_query", "doc_to_doc"} & set(further):
-                    for mode in MODES:
-                        yield {
-                            "directions": ("query_to_doc", *further),
-                            "partition_mode": partition,
-                            "hardness_mode": mode,
-                            "hardness_strength": STRENGTH if mode else 0.0,
-                        }
-
-
-def test_every_choice_of_directions_partition_and_hardness_is_the_library_s() -> None:
-    from sentence_transformers import util
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_library_s_wrappers_take_it_as_their_own_losses(cached: bool) -> None:
+    from sentence_transformers import SentenceTransformer, SparseEncoder, util
+    from sentence_transformers.sparse_encoder import losses as sparse
 
     losses, ours = libraries()
-    drawn = torch.randn(4 * ROWS, DIMENSION, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
-    given = list((1.5 * nn.functional.normalize(drawn, dim=1)).split(ROWS))
-    tried = 0
-    similarities = {1: util.cos_sim, 2: util.dot_score, 3: util.cos_sim}
-    for choice, (documents, similarity) in itertools.product(settings(), similarities.items()):
-        both = [
-            library.MultipleNegativesRankingLoss(nn.Identity(), SCALE, similarity, **choice)
-            for library in (losses, ours)
-        ]
-        (theirs, expected), (found, gradients) = (differentiated(x, given[: documents + 1]) for x in both)
-        limit = allowed((2 * documents + 3) * ROWS, SCALE + STRENGTH)
-        assert abs(theirs - found).item() <= limit, choice
-        for x, y in zip(expected, gradients, strict=True):
-            assert (x - y).abs().max().item() <= limit, choice
-        tried += 1
-    assert tried == 10 * 4 * 3
+    name = f"{'Cached' * cached}MultipleNegativesRankingLoss"
+    more: dict[str, Any] = {"mini_batch_size": 3, "scale": SCALE} if cached else {}
+    splade: Any = functools.partial(sparse.CachedSpladeLoss, mini_batch_size=3) if cached else sparse.SpladeLoss
+    of_ours = functools.partial(ours.MultipleNegativesRankingLoss, scale=1.0, similarity_fct=util.dot_score)
 
+    def matryoshka(made: Any, model: Any) -> Any:
+        return losses.MatryoshkaLoss(model, made(model, **more), [DIMENSION, 5, 3], [1.0, 0.5, 0.25])
 
-def encoder(kind: Any, many: int) -> Any:
-    return kind(modules=[Table(many * ROWS)], device="cpu")
-
-
-def gradient_of(model: Any, loss: Any, many: int = 3) -> tuple[Tensor, Tensor]:
-    found = loss(columns(many), None)
-    value = sum(found.values()) if isinstance(found, dict) else found
-    (2.0 * value).backward()
-    return value.detach(), model[0].embeddings.grad / 2.0
-
-
-def compared(pairs: list[tuple[Any, Any]], scale: float) -> None:
-    """Hold a loss of ours to the library's; each is a model and its loss."""
-    (theirs, expected), (found, gradient) = (gradient_of(model, loss) for model, loss in pairs)
-    limit = allowed(4 * ROWS, scale)
-    assert abs(theirs - found).item() <= limit
-    assert (expected - gradient).abs().max().item() <= limit
-
-
-@pytest.mark.parametrize("more", [{}, {"mini_batch_size": 3, "scale": SCALE}])
-def test_inside_matryoshka_they_are_the_library_s_own_losses(more: dict[str, Any]) -> None:
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
-
-    pairs, name = [], f"{'Cached' if more else ''}MultipleNegativesRankingLoss"
-    for library in libraries():
-        model = encoder(SentenceTransformer, 3)
-        loss = MatryoshkaLoss(model, getattr(library, name)(model, **more), [DIMENSION, 5, 3], [1.0, 0.5, 0.25])
-        pairs.append((model, loss))
-    compared(pairs, 3 * 20.0)
-
-
-def test_splade_takes_it() -> None:
-    from sentence_transformers import SparseEncoder, util
-    from sentence_transformers.sparse_encoder import losses
-
-    from contrastile.integrations import sentence_transformers as ours
-
-    for outer in (losses.SpladeLoss, lambda *x: losses.CachedSpladeLoss(*x, mini_batch_size=3)):
-        models = [encoder(SparseEncoder, 3) for _ in range(2)]
-        inner = (
-            losses.SparseMultipleNegativesRankingLoss(models[0]),
-            ours.MultipleNegativesRankingLoss(models[1], scale=1.0, similarity_fct=util.dot_score),
-        )
-        compared([(model, outer(model, loss, 0.1, 0.2)) for model, loss in zip(models, inner, strict=True)], 1.0)
+    for kind, wrapped, made, scale in (
+        (SentenceTransformer, matryoshka, (getattr(losses, name), getattr(ours, name)), 3 * 20.0),
+        (
+            SparseEncoder,
+            lambda made, model: splade(model, made(model), 0.1, 0.2),
+            (sparse.SparseMultipleNegativesRankingLoss, of_ours),
+            1.0,
+        ),
+    ):
+        found = []
+        for each in made:
+            model = kind(modules=[Table(3 * ROWS)], device="cpu")
+            value = wrapped(each, model)(columns(3), None)
+            value = sum(value.values()) if isinstance(value, dict) else value
+            (2.0 * value).backward()
+            found.append((value.detach(), model[0].embeddings.grad / 2.0))
+        assert all((x - y).abs().max().item() <= allowed(4 * ROWS, scale) for x, y in zip(*found, strict=True))
 
 
 def test_the_recipe_trains_a_transformer(tmp_path: Path) -> None:

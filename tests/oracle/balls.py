@@ -126,21 +126,6 @@ def concatenate(balls):
     return Ball(np.concatenate([x.mid for x in balls]), np.concatenate([x.rad for x in balls]))
 
 
-def contrastive(X, Y, r, scale, B):
-    """1/B sum_i (log sum_j exp(scale <x_i, y_j>) - scale <x_i, y_{r_i}>): loss, dX, dY, dscale and p, as balls."""
-    X, Y = Ball(X) if not isinstance(X, Ball) else X, Ball(Y) if not isinstance(Y, Ball) else Y
-    z = X @ Y.T
-    x = scale * z
-    m = x.mid.max(axis=1, keepdims=True)  # any constant will do: it is taken off and put back
-    e = np.exp(x - m)
-    total = e.sum(axis=1, keepdims=True)
-    p = e / total
-    H = (p - one_hot(r, len(Y))) / B
-    rows = np.arange(len(r))
-    loss = ((np.log(total)[:, 0] + m[:, 0]) - x[rows, r]).sum() / B
-    return loss, scale * (H @ Y), scale * (H.T @ X), (H * z).sum(), p
-
-
 def lse(x, admitted):
     """Log-sum-exp of each row's admitted entries, merged one by one."""
     found = Ball(np.full(len(x), -np.inf))
@@ -151,15 +136,16 @@ def lse(x, admitted):
 
 def _of_logits(p, made):
     """A loss whose value and G are those of ``made(x)``, with its gradients."""
-    scale = Ball(p.scale)[:, None] if np.ndim(p.scale) else Ball(p.scale)
-    G, found = made(scale * (Ball(p.q) @ p.k.T) + p.bias)
+    scale, q = (x if isinstance(x, Ball) else Ball(x) for x in (p.scale, p.q))
+    per_row = scale.shape != ()
+    scale = scale[:, None] if per_row else scale
+    G, found = made(scale * (q @ p.k.T) + p.bias)
     R = G @ p.k
-    per_row = (R * p.q).sum(axis=1)
-    found.G, found.R, found.C = G, R, G.T @ p.q
+    found.G = G
     found.gradients = [
         scale * R,
-        (scale * G).T @ p.q,
-        per_row if np.ndim(p.scale) else per_row.sum(),
+        (scale * G).T @ q,
+        (R * q).sum(axis=1 if per_row else None),
         G.sum(axis=1).sum(),
     ]
     found.d_rows, found.d_columns, found.d_scale, found.d_bias = found.gradients
@@ -184,6 +170,14 @@ def general(p):
         return G, found
 
     return _of_logits(p, made)
+
+
+def contrastive(X, Y, r, scale, B):
+    """1/B sum_i (log sum_j exp(scale <x_i, y_j>) - scale <x_i, y_{r_i}>): loss, dX, dY, dscale and p, as balls."""
+    y = one_hot(r, len(Y))
+    of = {"A": np.ones(y.shape, np.bool_), "y": y, "y_c": y, "u": np.ones(len(y)), "v": np.zeros(len(Y))}
+    found = general(SimpleNamespace(q=X, k=Y, scale=scale, bias=0.0, **of))
+    return *(x / float(B) for x in found.all[:4]), found.G + y
 
 
 def sigmoid(p, b):

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import sys
 
 import pytest
 
@@ -14,27 +13,7 @@ from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.properties import PROPERTIES
 
 QUICK = ["verify", "--backend", "numpy", "--case", "one-row", "--property", "value", "--dtype", "float64"]
-
-BROKEN = """
-from dataclasses import replace
-from contrastile.backends.numpy import backend as sound
-
-def gradients(block, weights, rows, columns, options):
-    sound.gradients(block, weights, rows, columns, options)
-    if rows is not None and rows.shape[0] > 2:
-        rows[2] += 1.0
-
-backend = replace(sound, name="broken", gradients=gradients)
-"""
-
-
-@pytest.fixture
-def broken(tmp_path, monkeypatch):
-    """The name of a backend with a defect, in a module of its own."""
-    (tmp_path / "broken_module.py").write_text(BROKEN, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    yield "broken_module:backend"
-    sys.modules.pop("broken_module", None)
+BROKEN = "ill_backends:broken"
 
 
 def test_a_sound_backend_exits_0_and_json_holds_the_rows_of_every_case_of_a_name(tmp_path, capsys):
@@ -50,8 +29,8 @@ def test_a_sound_backend_exits_0_and_json_holds_the_rows_of_every_case_of_a_name
 
 
 @pytest.mark.parametrize(("case", "prop"), [("ragged", "shift"), ("drawn", "drawn")])
-def test_the_rerun_command_reproduces_the_failure(broken, capsys, case, prop):
-    words = ["verify", "--backend", broken, "--dtype", "float32", "--seed", "7", "--examples", "20", "--quiet"]
+def test_the_rerun_command_reproduces_the_failure(capsys, case, prop):
+    words = ["verify", "--backend", BROKEN, "--dtype", "float32", "--seed", "7", "--examples", "20", "--quiet"]
     assert main([*words, "--case", case, "--property", prop]) == 1
     first = capsys.readouterr().out
     (command,) = [line.partition("rerun: ")[2] for line in first.splitlines() if "rerun: " in line]
@@ -64,8 +43,8 @@ def test_the_rerun_command_reproduces_the_failure(broken, capsys, case, prop):
     assert second.splitlines()[2:4] == first.splitlines()[2:4]
 
 
-def test_two_processes_find_what_one_finds_in_the_same_order_and_fail_fast_stops_at_the_first_failure(broken, tmp_path):
-    words = f"verify --backend {broken} numpy --case one-row ragged smoke --dtype float64 --property value gradients"
+def test_two_processes_find_what_one_finds_in_the_same_order_and_fail_fast_stops_at_the_first_failure(tmp_path):
+    words = f"verify --backend {BROKEN} numpy --case one-row ragged smoke --dtype float64 --property value gradients"
     found = []
     for how in ("--jobs=1", "--jobs=2", "--fail-fast"):
         path = tmp_path / f"{how}.json"

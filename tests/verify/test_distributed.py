@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import ill_backends
 import pytest
 
 from contrastile.backends.registry import load
@@ -81,14 +81,7 @@ def test_what_is_wrong_with_an_even_number_of_ranks_alone_shows_in_a_process_alo
 
 
 def test_a_drawn_failure_names_the_world_in_the_command_that_runs_it_again() -> None:
-    sound = load("numpy")
-
-    def gradients(block: Any, weights: Any, rows: Any, columns: Any, options: Any) -> None:
-        sound.gradients(block, weights, rows, columns, options)
-        if columns is not None and len(columns) > 2:
-            columns[2] += 1.0
-
-    broken = {"broken": replace(sound, gradients=gradients)}
+    broken = {"broken": ill_backends.broken}
     run = Run(Selection(broken, ["sharded"], ["sharded"], ["float64"], examples=15, world=Threads(3)))
     (row,) = run.rows()
     assert (row["status"], row["world"]) == ("fail", 3)

@@ -15,33 +15,6 @@ import pytest
 from contrastile.cli import main
 from contrastile.verify.session import MAX_LOST
 
-MODULE = """
-import os, signal, sys, time
-from dataclasses import replace
-from contrastile.backends.numpy import backend as sound
-
-def called(what, width):
-    def lse(block, columns, options):
-        if width in (None, block.rows.shape[1]):
-            what()
-        return sound.lse(block, columns, options)
-    return replace(sound, name="ill", lse=lse)
-
-def hang():
-    open(os.path.join(os.path.dirname(__file__), "hanging"), "w").close()
-    time.sleep(1000)
-
-# the width of "smoke"; the others' differ
-leaves = called(lambda: sys.exit(0), 32)
-ends = called(lambda: os._exit(0), 32)
-dies = called(lambda: os.kill(os.getpid(), signal.SIGSEGV), 32)
-hangs = called(hang, 32)
-prints = called(lambda: print("hello", "there"), 32)
-writes = called(lambda: os.write(1, b"hello there"), 32)
-always = called(lambda: os._exit(0), None)
-stops = called(hang, 24)
-"""
-
 SAID = {
     "leaves": "raised SystemExit: 0",
     "ends": "the process ended with exit code 0",
@@ -55,52 +28,52 @@ QUICK = ["--dtype", "float64", "--quiet"]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "ill_module.py").write_text(MODULE, encoding="utf-8")
+    """Whose modules can be imported."""
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 
-def verify(folder: Path, *words: str) -> tuple[int, list[dict[str, str]]]:
-    path = folder / "rows.json"
+def verify(tmp_path: Path, *words: str) -> tuple[int, list[dict[str, str]]]:
+    path = tmp_path / "rows.json"
     code = main(["verify", *words, *QUICK, "--json", str(path)])
     return code, json.loads(path.read_text(encoding="utf-8"))["rows"]
 
 
 @pytest.mark.parametrize("names", ["leaves ends dies prints writes", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_each_fails_by_its_case_and_the_rest_is_tested(
-    names: str, folder: Path, capfd: pytest.CaptureFixture[str]
+    names: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--case", "one-row", "smoke", "one-column", "--property", "gradients"]
     # long enough for the others on a busy machine
     words += ["--deadline", "60"] * (names == "hangs")
-    code, rows = verify(folder, "--backend", *(f"ill_module:{how}" for how in names.split()), *words)
+    code, rows = verify(tmp_path, "--backend", *(f"ill_backends:{how}" for how in names.split()), *words)
     assert code == 1
     out, err = capfd.readouterr()
     for how in names.split():
-        ours = [row for row in rows if row["backend"] == f"ill_module:{how}"]
+        ours = [row for row in rows if row["backend"] == f"ill_backends:{how}"]
         assert {row["case"]: row["status"] for row in ours} == {
             "smoke": "fail",
             "one-column": "pass",
             "one-row": "pass",
         }
         assert [SAID[how] in row["reason"] for row in ours if row["case"] == "smoke"] == [True]
-        assert f"FAILED ill_module:{how} gradients smoke float64" in out
+        assert f"FAILED ill_backends:{how} gradients smoke float64" in out
     # their output is in the report, and nowhere else
     assert out.count("hello") == 2 * ("prints" in names)
     assert out.count("--case smoke") == len(names.split())
     assert err == ""
 
 
-def test_a_backend_that_ends_every_process_is_given_up(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_backend_that_ends_every_process_is_given_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--case", "one-row", "smoke", "--property", "value", "gradients", "tiles"]
-    code, rows = verify(folder, "--backend", "ill_module:always", "numpy", *words)
+    code, rows = verify(tmp_path, "--backend", "ill_backends:always", "numpy", *words)
     assert code == 1
     # two backends, two cases, three properties
     assert len(rows) == 12
-    ours = [row["status"] for row in rows if row["backend"] == "ill_module:always"]
+    ours = [row["status"] for row in rows if row["backend"] == "ill_backends:always"]
     assert ours == ["fail"] * MAX_LOST + ["untested"] * (6 - MAX_LOST)
     assert {row["status"] for row in rows if row["backend"] == "numpy"} == {"pass"}
-    assert "ill_module:always: 3 not tested: it ended 3 processes before" in capfd.readouterr().out
+    assert "ill_backends:always: 3 not tested: it ended 3 processes before" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -127,19 +100,20 @@ def test_torch_is_not_loaded_to_look_for_a_gpu_that_no_backend_would_use(folder:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_ctrl_c_shows_what_was_found(folder: Path) -> None:
-    words = ["--backend", "ill_module:stops", "--case", "smoke", "one-row", "--property", "value", *QUICK]
-    words += ["--json", str(folder / "rows.json")]
+def test_ctrl_c_shows_what_was_found(tmp_path: Path) -> None:
+    words = ["--backend", "ill_backends:stops", "--case", "smoke", "one-row", "--property", "value", *QUICK]
+    words += ["--json", str(tmp_path / "rows.json")]
+    hanging = tmp_path / "hanging"
     process = subprocess.Popen(
         [sys.executable, "-m", "contrastile", "verify", *words],
-        cwd=folder,
+        cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HANGING": str(hanging)},
         # where the tests themselves run in the background, they and their children ignore Ctrl-C
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    hanging = folder / "hanging"
     for _ in range(12000):
         if hanging.exists() or process.poll() is not None:
             break
@@ -149,6 +123,6 @@ def test_ctrl_c_shows_what_was_found(folder: Path) -> None:
     assert process.returncode == 130
     assert err == "contrastile verify: interrupted after 1 of 2 checks\n"
     assert out.splitlines()[-1].startswith("INCOMPLETE: 1 passed, 0 failed, 1 not tested")
-    read = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+    read = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
     assert read["verdict"] == "incomplete"
     assert [row["status"] for row in read["rows"]] == ["pass", "untested"]

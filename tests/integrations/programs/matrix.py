@@ -9,7 +9,6 @@ batch are of the library's own loss, in float64. Two ranks have 9 and 14 pairs o
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import importlib
@@ -47,6 +46,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from train_cached import calls, counted
+from training_steps import Batches, epoch
 from transformers import TrainingArguments
 
 import contrastile
@@ -70,10 +70,6 @@ class Pairs(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         return self.features(**dict(zip(tiny_models.inputs(0), inputs, strict=True)))
-
-
-class Batches(list[Any]):
-    """Batches that a trainer takes as they are, and reads attributes of."""
 
 
 def rate(name: str) -> float:
@@ -163,18 +159,12 @@ def by_sentence_transformers(model: Model, batches: Given, way: str) -> None:
 
 
 def by_open_clip(model: Model, batches: Given, way: str) -> None:
-    from open_clip_train.train import train_one_epoch
-
     wrapped: Any = DistributedDataParallel(model) if several() else model
     wrapped = wrapped if way == "plain" else ChunkedModel(wrapped, CHUNK)
-    loader: Any = Batches(batches)
-    loader.num_batches, loader.num_samples = len(batches), PAIRS
-    options = dict.fromkeys(("distill", "horovod", "wandb", "grad_clip_norm")) | {"skip_scheduler": True, "rank": 1}
-    options |= {"device": "cpu", "precision": "amp_bf16" if way == "bf16" else "fp32", "accum_freq": 1}
     place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     loss = contrastile.nn.ClipLoss(local_loss=True, gather_with_grad=True, cache_labels=True, **place)
-    data = {"train": argparse.Namespace(dataloader=loader, set_epoch=id)}
-    train_one_epoch(wrapped, data, loss, 0, sgd(model), None, None, None, argparse.Namespace(**options))
+    precision = "amp_bf16" if way == "bf16" else "fp32"
+    epoch(wrapped, batches, PAIRS, loss, sgd(model), rank=1, device="cpu", precision=precision)
 
 
 def by_lightning(model: Model, batches: Given, way: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import warnings
@@ -17,23 +18,30 @@ from engines import say
 from sentence_tables import ROWS, Table, allowed, columns
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
-from sentence_transformers.util import dot_score
+from sentence_transformers.util import cos_sim, dot_score
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from contrastile.integrations import sentence_transformers as ours
 
-SCALE, STRENGTH, MANY = 5.0, 3.0, 3
-ALL = {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")}
-CHOICES: dict[str, dict[str, Any]] = {
-    "one direction": {},
-    "both": {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
-    "all": ALL,
-    **{
-        mode: {**ALL, "hardness_mode": mode, "hardness_strength": STRENGTH}
-        for mode in ("in_batch_negatives", "hard_negatives", "all_negatives")
-    },
-}
+SCALE, STRENGTH = 5.0, 3.0
+FURTHER = "query_to_query", "doc_to_query", "doc_to_doc"
+MODES = None, "in_batch_negatives", "hard_negatives", "all_negatives"
+
+
+def settings() -> Iterator[dict[str, Any]]:
+    """Every choice that the library offers beside the similarity."""
+    for many in range(len(FURTHER) + 1):
+        for further in itertools.combinations(FURTHER, many):
+            for partition in ("joint", "per_direction"):
+                if partition == "joint" or not {"query_to_query", "doc_to_doc"} & set(further):
+                    for mode in MODES:
+                        yield {
+                            "directions": ("query_to_doc", *further),
+                            "partition_mode": partition,
+                            "hardness_mode": mode,
+                            "hardness_strength": STRENGTH if mode else 0.0,
+                        }
 
 
 def without_duplicates(model: Any, given: list[dict[str, torch.Tensor]]) -> torch.Tensor:
@@ -46,17 +54,18 @@ def without_duplicates(model: Any, given: list[dict[str, torch.Tensor]]) -> torc
     return nn.functional.cross_entropy(logits, torch.arange(len(query)))
 
 
-def apart(kind: str, more: dict[str, Any], **choice: Any) -> float:
+def apart(kind: str, more: dict[str, Any], documents: int = 2, **choice: Any) -> float:
     """Ours with other numbers of rows on each rank, beside the library's loss of the whole batch, in bounds."""
     counts = [ROWS + 2 * rank for rank in range(dist.get_world_size())]
-    starts = [MANY * sum(counts[:rank]) for rank in range(len(counts))]
-    parts = [columns(MANY, count, start) for count, start in zip(counts, starts, strict=True)]
+    many = 1 + documents
+    starts = [many * sum(counts[:rank]) for rank in range(len(counts))]
+    parts = [columns(many, count, start) for count, start in zip(counts, starts, strict=True)]
     if masked := "mask_duplicates" in more:
         parts[1][1]["input_ids"][2] = parts[1][2]["input_ids"][0] = parts[0][1]["input_ids"][1]
         for part in parts:
             part[2] = {name: nn.functional.pad(x, (0, 2)) for name, x in part[2].items()}
     whole = [{name: torch.cat([x[name] for x in column]) for name in column[0]} for column in zip(*parts, strict=True)]
-    one, other = (SentenceTransformer(modules=[Table(MANY * sum(counts))], device="cpu") for _ in range(2))
+    one, other = (SentenceTransformer(modules=[Table(many * sum(counts))], device="cpu") for _ in range(2))
     library = losses.MultipleNegativesRankingLoss(one, scale=SCALE, **choice)
     expected = without_duplicates(one, whole) if masked else library(whole, None)
     expected.backward()
@@ -66,14 +75,17 @@ def apart(kind: str, more: dict[str, Any], **choice: Any) -> float:
     found = loss(parts[dist.get_rank()], None)
     found.backward()
     far = max(abs(expected - found).item(), (one[0].embeddings.grad - other[0].embeddings.grad).abs().max().item())
-    return far / allowed((2 * MANY + 1) * sum(counts), SCALE + STRENGTH)
+    return far / allowed((2 * many + 1) * sum(counts), SCALE + STRENGTH)
 
 
 def trials() -> Iterator[tuple[str, float]]:
     """Every choice of the loss, and the cached one, which passes on what it was given."""
-    for name, choice in CHOICES.items():
-        yield name, apart("MultipleNegativesRankingLoss", {}, **choice)
-    given = {**CHOICES["both"], "similarity_fct": dot_score, "hardness_mode": "all_negatives", "hardness_strength": 2.0}
+    similarities = {1: cos_sim, 2: dot_score, 3: cos_sim}
+    for choice, (documents, similarity) in itertools.product(settings(), similarities.items()):
+        found = apart("MultipleNegativesRankingLoss", {}, documents, similarity_fct=similarity, **choice)
+        yield f"{documents} of {choice}".replace(": ", " "), found
+    both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+    given = {**both, "similarity_fct": dot_score, "hardness_mode": "all_negatives", "hardness_strength": 2.0}
     more = {"mini_batch_size": 3, "settings": {"tile": 8}}
     yield "cached", apart("CachedMultipleNegativesRankingLoss", more, **given)
     for kind in ("MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"):

@@ -22,7 +22,7 @@ def run(folder, *words, code=0, **files):
     (folder / "pytest.ini").write_text(
         "[pytest]\nfilterwarnings = error\naddopts = --strict-markers\n", encoding="utf-8"
     )
-    paths = os.pathsep.join([str(PACKAGE), str(folder)])
+    paths = os.pathsep.join([str(PACKAGE), str(PACKAGE / "tests"), str(folder)])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTEST_ADDOPTS": "", "PYTHONDONTWRITEBYTECODE": "1"}
     # the entry point has the module's name, so that this loads it once whether the package is installed or not
     command = [
@@ -63,31 +63,16 @@ def test_a_skip_that_matches_nothing_is_an_error(tmp_path):
     assert "no test has a name that matches defect/raged/*" in out
 
 
-ILL = """
-import os
-from dataclasses import replace
-from contrastile.backends.numpy import backend as sound
-
-def lse(block, columns, options):
-    if block.rows.shape[0] == 1:
-        os._exit(3)
-    return sound.lse(block, columns, options)
-
-backend = replace(sound, name="ill", lse=lse)
-"""
-
-
 def test_the_checks_of_a_backend_are_tests(tmp_path):
     words = "--pyargs", "contrastile.verify", "--backend", "numpy", "kernels:right", "--dtype", "float64"
     out = run(tmp_path, *words, "-k", "one-row and value", code=2)
     assert "backend must be" in out or "must be a contrastile.backends.contract.Backend" in out
-    ill = {"ill": ILL}
-    words = "--pyargs", "contrastile.verify", "--backend", "numpy", "ill:backend", "--dtype", "float64"
-    out = run(tmp_path, *words, "-k", "one- and value", "-n", "1", "-p", "xdist", code=1, **ill)
+    words = "--pyargs", "contrastile.verify", "--backend", "numpy", "ill_backends:at_a_row", "--dtype", "float64"
+    out = run(tmp_path, *words, "-k", "one- and value", "-n", "1", "-p", "xdist", code=1)
     # a crash is one failed test, and a worker takes its place
     assert "5 passed" in out
     assert "1 failed" in out
-    assert re.search(r"FAILED .*::ill:backend/one-row/value/float64 - worker .* crashed", out)
+    assert re.search(r"FAILED .*::ill_backends:at_a_row/one-row/value/float64 - worker .* crashed", out)
 
 
 def test_a_project_that_names_no_loss_imports_nothing_of_the_package_and_has_options_of_its_own(tmp_path):
