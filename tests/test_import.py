@@ -18,7 +18,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # each layer may import itself and what stands below it
 LAYERS = [
     {"backends.contract", "backends.pairs"},
-    {f"backends.{name}" for name in ("bars", "crossing", "eager", "objectives", "passes", "settings")},
+    {f"backends.{name}" for name in ("bars", "compiling", "crossing", "eager", "objectives", "passes", "settings")},
     {"backends.arrays", "backends.replay", "backends.staging"},
     {"backends.registry"},
     {"backends"},
@@ -161,7 +161,7 @@ def test_optional_packages_stay_in_the_modules_that_need_them(path: Path) -> Non
 def test_a_backend_knows_no_other_backend_no_autograd_and_no_loss(path: Path) -> None:
     own = ".".join(name_of(path).split(".")[:2])
     for imported in inside(imports(path)):
-        names = ("contract", "arrays", "bars", "crossing", "pairs", "passes", "settings")
+        names = ("contract", "arrays", "bars", "compiling", "crossing", "pairs", "passes", "settings")
         shared = {f"backends.{name}" for name in names}
         assert within(imported, own) or imported in shared or within(imported, "oracle"), imported
 

@@ -6,7 +6,6 @@ nothing here; what they compute is held to the oracle on a GPU.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import sys
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ from contrastile.backends.contract import Block, Pairs, SideWeights, Weights
 
 PACKAGE = "contrastile.backends.cupy"
 CAPABILITY = "90"
-LAUNCHING = ("tiles", "forward_pass", "backward_pass", "keeping", "sigmoid_pass", "arrays")
 
 
 class Device:
@@ -116,25 +114,28 @@ def cupy_modules(*names: str) -> Iterator[list[Any]]:
 @contextmanager
 def hosted() -> Iterator[SimpleNamespace]:
     """The modules, and ``launched``, the names of the kernels without their template arguments."""
-    names = ("record", "launch", "products", "instances", *LAUNCHING)
+    names = ("record", "launch", "products", "instances", "tiles", "build")
     with cupy_modules(*names) as modules, pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         host = SimpleNamespace(**dict(zip(names, modules, strict=True)), launched=[])
 
-        def launch(instance: Any, blocks: int, threads: int, *parameters: Any, shared: int = 0) -> None:
+        def kernel(instance: Any, shared: int, device: int) -> Any:
             assert instance in host.instances.every(90), f"{instance} is not in the table"
-            assert blocks > 0
-            for each in parameters:
-                size = len(each) if isinstance(each, bytes) else ctypes.sizeof(each)
-                assert host.launch._by_value(each).nbytes == size
-            host.launched.append(instance.kernel.partition("<")[0])
+
+            def launch(blocks: tuple[int], threads: tuple[int], parameters: Any, shared_mem: int) -> None:
+                assert blocks[0] > 0
+                host.launched.append(instance.kernel.partition("<")[0])
+
+            host.launch._loaded.add(instance)
+            return launch
 
         def product(self: Any, out: Any, g: Any, features: Any, *how: Any, **named: Any) -> None:
             inner = g.T if how or named.get("transposed") else g
             assert out.shape == (inner.shape[0], features.shape[1])
             assert inner.shape[1] == features.shape[0]
 
-        for name in LAUNCHING:
-            patch.setattr(getattr(host, name), "launch", launch)
+        patch.setattr(host.launch, "_kernel", kernel)
+        host.compiled = []
+        patch.setattr(host.build, "cubin", lambda x, architecture: host.compiled.append((x.kernel, len(host.launched))))
         patch.setattr(host.tiles, "tensor_map", lambda x, box: bytes(128))
         patch.setattr(host.products.Products, "__init__", lambda self: None)
         for name in ("accumulate", "write"):

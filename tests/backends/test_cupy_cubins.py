@@ -122,11 +122,9 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
     held: list[TemporaryDirectory[str]] = []
     monkeypatch.setattr(cache, "_held", held)
-    for remembered in (build._sources, cache._scratch):
-        remembered.cache_clear()
+    build._sources.cache_clear()
     yield folder
-    for remembered in (build._sources, cache._scratch):
-        remembered.cache_clear()
+    build._sources.cache_clear()
     for each in held:
         each.cleanup()
 

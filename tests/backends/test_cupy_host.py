@@ -63,6 +63,16 @@ def test_only_what_is_in_the_table_is_launched(
         assert families == ({"forward_sm80"} if dtype == "float32" else {"forward_sm80", "forward_sm90"})
 
 
+def test_a_first_call_s_kernels_are_compiled_before_any_is_launched_and_those_of_its_gradients_with_them() -> None:
+    with hosted() as host:
+        host.record.backend.keeping(block(host, SHAPE), True, Options())
+        ahead = {kernel.partition("<")[0] for kernel, launched in host.compiled if not launched}
+        assert ahead == {*host.launched, "gradient_sm90"} > {"forward_sm90", "fold"}
+        # of what is known nothing is launched after what is not
+        host.record.backend.lse(block(host, SHAPE, kind="drop"), True, Options())
+        assert [host.launched.count(x) for x in ("forward_sm90", "fold")] == [4, 4]
+
+
 LARGE = ((4_194_304, 4_194_304), (65536, 1000), (1000, 65536), (1, 10**7), (10**7, 1), (40001, 40003))
 
 

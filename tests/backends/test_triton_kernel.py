@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ pytest.importorskip("triton")
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from contrastile.backends.compiling import side_by_side
 from contrastile.backends.triton import kernel
 
 PARAMETERS = [("x", False), ("out", False), ("m", True), ("stride", False), ("depth", False), ("BLOCK", False)]
@@ -56,6 +58,7 @@ class Function:
 def function(monkeypatch: pytest.MonkeyPatch) -> Function:
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + device, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(kernel.triton, "__version__", "3.7.1")
     return Function()
 
@@ -148,3 +151,21 @@ def test_what_is_watched_and_unread_versions_launch_every_kernel_by_triton_itsel
 def test_multiplications_are_fused_with_additions_whatever_the_version_would_do(function: Function) -> None:
     launch(function, (ARGUMENTS, NAMED))
     assert function.options == [{"num_warps": 4, "enable_fp_fusion": True}]
+
+
+def test_what_a_call_lacks_is_compiled_before_anything_after_it_is_launched(
+    function: Function, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched, warm, other = kernel.Kernel(function), list[int](), (BUFFER[1:9], *ARGUMENTS[1:])
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(function, "warmup", lambda *_, **named: warm.append(len(function.compiled)), raising=False)
+
+    @side_by_side
+    def call() -> None:
+        for args in (other, ARGUMENTS):
+            launched[(3,)](*args, **NAMED)
+
+    launched[(3,)](*ARGUMENTS, **NAMED)
+    call()
+    # once more where it is launched
+    assert (warm, len(function.compiled), len(function.launched)) == ([0, 1, 1], 2, 1)

@@ -13,6 +13,7 @@ from typing import Any
 import cupy
 
 from contrastile.backends.bars import normalised
+from contrastile.backends.compiling import side_by_side
 from contrastile.backends.contract import Array, Block, ColumnForm, Finished, Options, SideWeights, Weights
 from contrastile.backends.cupy.arguments import struct
 from contrastile.backends.cupy.arrays import ARRAYS, scale_cast
@@ -53,6 +54,7 @@ def gradients(
             one.add_gradients(row_gradient, column_gradient)
 
 
+@side_by_side
 def finished(
     block: Block,
     weights: Weights,

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import tempfile
-from functools import cache
 from pathlib import Path
 
 VARIABLE = "CONTRASTILE_CACHE_DIR"
@@ -26,13 +25,11 @@ def folder() -> Path:
     return Path(base) / "contrastile"
 
 
-@cache
 def _scratch() -> Path:
     """A folder of this process alone, for where the user's own cannot be used; it goes with the process."""
-    held = tempfile.TemporaryDirectory(prefix="contrastile-")
-    # the object is kept: its end removes the folder
-    _held.append(held)
-    return Path(held.name)
+    if not _held:
+        _held.append(tempfile.TemporaryDirectory(prefix="contrastile-"))
+    return Path(_held[0].name)
 
 
 _held: list[tempfile.TemporaryDirectory[str]] = []

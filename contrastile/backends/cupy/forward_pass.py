@@ -7,6 +7,7 @@ from typing import Any
 
 import cupy
 
+from contrastile.backends.compiling import here, side_by_side
 from contrastile.backends.contract import Block, Options, SideStatistics, Statistics
 from contrastile.backends.cupy.arguments import struct
 from contrastile.backends.cupy.arrays import ARRAYS
@@ -28,12 +29,18 @@ from contrastile.backends.cupy.tiles import Tiles
 from contrastile.backends.passes import Chunk, ceil_div, chunks, forward_chunk, no_statistics
 
 
+@side_by_side
 def lse(block: Block, columns: bool, options: Options, *, keep: bool = False) -> Statistics:
     """Row (and column) log-sum-exps and sums of positive logits: see ``contract.Backend``; ``keep`` for ``keeping``."""
     if block.rows.shape[0] == 0 or block.columns.shape[0] == 0:
         return no_statistics(block, columns, ARRAYS)
     with on_device(block.rows):
-        return _ForwardPass(block, columns, options, keep).run()
+        one = _ForwardPass(block, columns, options, keep)
+        found = one.run()
+        if keep and here.missing:
+            # gradients will be asked for
+            one.tiles.lacks_gradients(narrow=one.narrow, kept=one.kept is not None)
+        return found
 
 
 _SUMS = "sums", "references"

@@ -77,61 +77,46 @@ def weighted_kernel(family: Family, *, across: bool) -> Instance:
     return instance(name, name, int(across))
 
 
-def small_kernels() -> Iterator[Instance]:
-    """The kernels around the tile kernels."""
-    for name in ("plan_forward", "plan_sigmoid"):
-        yield instance("plan", name)
-    for name in ("sum_positives", "weight_bounds", "epilogue_scales", "weighted_nll"):
-        yield instance(name, name)
-    yield instance("weighted_nll", "merge_lse")
-    yield instance("fold", "fold_sigmoid")
-    for name, safe in product(("fold", "fold_positives"), ("false", "true")):
-        yield instance("fold", name, safe)
-    yield instance("scale_cast", "add_doubles")
-    for dtype, element in ELEMENTS.items():
-        for precision in ARITHMETICS if dtype == "float32" else ("ieee",):
-            yield positives_kernel(dtype, precision)
-        yield instance("measure", "measure", element)
-        yield instance("finalize_rows", "finalize_rows", element)
-        yield instance("scale_cast", "row_dots", element, "float")
-        yield instance("scale_cast", "scale_cast", "float", element)
-
-
-def tile_kernels(capability: int) -> Iterator[Instance]:
-    """The tile kernels that run on GPUs of a compute capability (times 10), Hopper's own and the others."""
-    for dtype, mask, hopper in product(ELEMENTS, MASKS, (True, False)):
-        family = kernel_family(dtype, capability, hopper=hopper)
-        for precision in ARITHMETICS if dtype == "float32" else ("ieee",):
-            for safe in (True,) if own_references(dtype) else (False, True):
-                yield tile_kernel("forward", family, dtype, mask, safe=safe, precision=precision)
-            for name in ("gradient",) if mask in LIMITED else ("gradient", "sigmoid"):
-                yield tile_kernel(name, family, dtype, mask, precision=precision)
-
-
 def narrow_kernel(name: str, family: Family, dtype: str, mask: int) -> Instance:
     """A kernel of the rows of narrow features: "forward" or "gradient"."""
     full = f"narrow_{name}_{family.name}"
     return instance(full, full, ELEMENTS[dtype], mask)
 
 
-def narrow_kernels(capability: int) -> Iterator[Instance]:
-    """The kernels of the rows of narrow features, where there are such."""
-    for dtype, mask in product(("float16", "bfloat16"), MASKS):
+def every(capability: int) -> list[Instance]:
+    """All kernels for GPUs of a compute capability (times 10), each once."""
+    return sorted(set(_every(capability)))
+
+
+def _every(capability: int) -> Iterator[Instance]:
+    for name in ("plan_forward", "plan_sigmoid"):
+        yield instance("plan", name)
+    for name in ("sum_positives", "weight_bounds", "epilogue_scales", "weighted_nll"):
+        yield instance(name, name)
+    yield instance("weighted_nll", "merge_lse")
+    yield instance("fold", "fold_sigmoid")
+    for name, path in product(("fold", "fold_positives"), ("false", "true")):
+        yield instance("fold", name, path)
+    yield instance("scale_cast", "add_doubles")
+    for dtype, element in ELEMENTS.items():
+        yield instance("measure", "measure", element)
+        yield instance("finalize_rows", "finalize_rows", element)
+        yield instance("scale_cast", "row_dots", element, "float")
+        yield instance("scale_cast", "scale_cast", "float", element)
+        precisions = tuple(ARITHMETICS) if dtype == "float32" else ("ieee",)
+        yield from (positives_kernel(dtype, precision) for precision in precisions)
+        # Hopper's own tile kernels, and the others
+        for mask, hopper, precision in product(MASKS, (True, False), precisions):
+            family = kernel_family(dtype, capability, hopper=hopper)
+            for safe in (True,) if own_references(dtype) else (False, True):
+                yield tile_kernel("forward", family, dtype, mask, safe=safe, precision=precision)
+            for name in ("gradient",) if mask in LIMITED else ("gradient", "sigmoid"):
+                yield tile_kernel(name, family, dtype, mask, precision=precision)
         family = kernel_family(dtype, capability)
-        if family.maps and mask not in LIMITED:
-            yield from (narrow_kernel(name, family, dtype, mask) for name in ("forward", "gradient"))
+        for name, mask in product(("forward", "gradient") if family.maps else (), set(MASKS) - set(LIMITED)):
+            yield narrow_kernel(name, family, dtype, mask)
             yield instance(f"narrow_gradient_{family.name}", "narrow_join")
-
-
-def kept_kernels(capability: int) -> Iterator[Instance]:
-    """The kernels of kept exponentials, on GPUs that keep any."""
-    family = kernel_family(KEPT_DTYPE, capability)
-    if family.maps:
+    if (family := kernel_family(KEPT_DTYPE, capability)).maps:
         yield keeping_kernel(family)
         yield from (weighted_kernel(family, across=across) for across in (False, True))
         yield instance("kept_positives", "kept_positives")
-
-
-def every(capability: int) -> list[Instance]:
-    """All kernels for GPUs of a compute capability, each once."""
-    return sorted({*small_kernels(), *tile_kernels(capability), *narrow_kernels(capability), *kept_kernels(capability)})

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from ctypes import sizeof
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import cupy
 import numpy as np
 
+from contrastile.backends.compiling import here, postponed
 from contrastile.backends.cupy import build
 from contrastile.backends.cupy.build import Instance
 
 _ALIGNMENT, _PART = 16, 512
+_loaded: set[Instance] = set()
 
 
 def on_device(x: Any) -> AbstractContextManager[Any]:
@@ -35,8 +37,16 @@ def launch(instance: Instance, blocks: int, threads: int, *parameters: Any, shar
         *parameters: structures or bytes, each passed by value.
         shared: bytes of dynamic shared memory.
     """
+    if (here.missing or instance not in _loaded) and lacks(instance):
+        return
     kernel = _kernel(instance, shared, cupy.cuda.get_device_id())
     kernel((blocks,), (threads,), tuple(map(_by_value, parameters)), shared_mem=shared)
+
+
+def lacks(instance: Instance) -> bool:
+    """Whether a kernel must wait for its own compilation, which this begins, or for that of others."""
+    compile_one = partial(build.cubin, instance, build.architecture_name(capability(cupy.cuda.get_device_id())))
+    return instance in _loaded or postponed(instance, compile_one)
 
 
 def _by_value(parameter: Any) -> Any:
@@ -56,6 +66,7 @@ def _kernel(instance: Instance, shared: int, device: int) -> Any:
     if shared:
         # more than 48 KiB is refused unless it was asked for
         kernel.max_dynamic_shared_size_bytes = shared
+    _loaded.add(instance)
     return kernel
 
 

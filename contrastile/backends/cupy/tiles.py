@@ -41,6 +41,7 @@ from contrastile.backends.cupy.launch import (
     aligned,
     capability,
     empty,
+    lacks,
     launch,
     multiprocessors,
     pointer,
@@ -129,6 +130,12 @@ class Tiles:
             else tile_kernel(name, self.family, self.dtype, self.mask, safe=safe, precision=self.precision)
         )
         launch(kernel, blocks, self.family.threads, *maps, arguments, shared=self.family.shared)
+
+    def lacks_gradients(self, *, narrow: bool, kept: bool) -> None:
+        """Have the large kernels of a backward pass compiled, after a forward pass that went so."""
+        lacks((narrow_kernel if narrow else tile_kernel)("gradient", self.family, self.dtype, self.mask))
+        for across in (False, True) if kept else ():
+            lacks(weighted_kernel(self.family, across=across))
 
     @property
     def narrow(self) -> bool:

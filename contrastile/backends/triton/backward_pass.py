@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from contrastile.backends.compiling import side_by_side
 from contrastile.backends.contract import Array, Block, ColumnForm, Finished, Options, Weights
 from contrastile.backends.passes import Chunk, backward_chunk, ceil_div, chunks, gradient_scaling, lines, no_gradients
 from contrastile.backends.triton import backward, positives, precheck, sums
@@ -31,6 +32,7 @@ def gradients(
             _BackwardPass(block, weights, options).add_gradients(row_gradient, column_gradient)
 
 
+@side_by_side
 def finished(
     block: Block, weights: Weights, upstream: Array | None, columns: ColumnForm | None, options: Options
 ) -> Finished:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from contrastile.backends.compiling import side_by_side
 from contrastile.backends.contract import Block, Options, SideStatistics, Statistics
 from contrastile.backends.passes import Chunk, ceil_div, chunks, forward_chunk, lines, no_statistics
 from contrastile.backends.triton import forward, positives, precheck
@@ -19,6 +20,7 @@ from contrastile.backends.triton.operands import BlockPass
 from contrastile.backends.triton.tiles import PLAN_SIZE
 
 
+@side_by_side
 def lse(block: Block, columns: bool, options: Options) -> Statistics:
     """Row (and column) log-sum-exps and sums of positive logits: see ``contract.Backend``."""
     if block.rows.shape[0] == 0 or block.columns.shape[0] == 0:

@@ -11,6 +11,7 @@ Device functions take tuples.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.nn import Parameter
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from contrastile.backends.compiling import here, postponed
 from contrastile.backends.triton.configs import INTERPRETED
 
 _KNOWN = ("3.6.", "3.7.")
@@ -61,7 +63,13 @@ class Kernel:
         """
         own_way = not self.known or self.function.pre_run_hooks or watched()
         key = None if own_way else self.key(args, named)
-        if key is not None and (found := self.compiled.get(key)) is not None:
+        found = None if key is None else self.compiled.get(key)
+        if key is not None and found is None and not torch.cuda.is_current_stream_capturing():
+            if postponed((self, key), partial(self._compile, key[0], args, named)):
+                return
+        elif here.missing:
+            return
+        if found is not None and key is not None:
             run, function, metadata, others = found
             # no launch metadata and no hooks
             stream = torch._C._cuda_getCurrentRawStream(key[0])
@@ -72,6 +80,12 @@ class Kernel:
         if key is not None and compiled is not None:
             others = tuple(named.get(x.name, x.default) for x in self.function.params[len(args) :])
             self.compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, others
+
+    def _compile(self, device: int, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Compile and load what a launch needs; what fails is left to the launch, which raises it."""
+        # a thread has a current device of its own
+        with suppress(Exception), torch.cuda.device(device):
+            _ = self.function.warmup(*args, grid=(1,), enable_fp_fusion=True, **named).run
 
     def key(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...] | None:
         """The device, and everything that the choice of a compiled kernel depends on, or more.
