@@ -167,15 +167,17 @@ def _fake_loss(rows: Tensor, columns: Sequence[Tensor], scale: Tensor, *others: 
     _, vectors, kind, *settings, wants = others
     state: list[Tensor | None] = []
     of_columns = None if vectors[2] is None else sum(x.shape[0] for x in columns)
+    backend = load(settings[3])
+    state_dtype = backend.state(library_of(rows).dtype(rows))
     if kind != "sigmoid":
-        backend = load(settings[3])
-        pairs = (2,) if backend.compensated and backend.state(library_of(rows).dtype(rows)) == "float64" else ()
+        pairs = (2,) if backend.compensated and state_dtype == "float64" else ()
         for count in (rows.shape[0], rows.shape[0], of_columns, of_columns):
             state.append(None if count is None else scale.new_empty((count, *pairs), dtype=torch.float64))
     elif any(wants):
         first, *of_blocks, of_scale, _ = wants
-        state = [torch.empty_like(scale), scale.new_empty(rows.shape) if first or of_scale else None]
-        state += [scale.new_empty(x.shape) if want else None for x, want in zip(columns, of_blocks, strict=True)]
+        pairs_of = zip((rows, *columns), (first or of_scale, *of_blocks), strict=True)
+        sums = [x.new_empty(x.shape, dtype=getattr(torch, state_dtype)) if want else None for x, want in pairs_of]
+        state = [scale.new_empty((), dtype=torch.float64), *sums]
     value = torch.empty_like(scale)
     if kind == STATISTICS:
         value = scale.new_empty((3, rows.shape[0] + (of_columns or 0)), dtype=torch.float64)

@@ -114,15 +114,15 @@ def functional(loss: Target, settings: dict[str, Any]) -> Target:
 
 
 def dispatched(loss: Target, settings: dict[str, Any]) -> Target:
-    """Under a mode that must see operators, which give tensors of the shapes that a tracer is told."""
+    """Under a mode that must see operators, which give tensors of the shapes and dtypes that a tracer is told."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from contrastile.autograd import operators
 
     seen: list[str] = []
 
-    def shapes(found: Any) -> list[Any]:
-        return [x.shape if hasattr(x, "shape") else shapes(x) for x in found]
+    def kinds(found: Any) -> list[Any]:
+        return [(x.shape, x.dtype) if hasattr(x, "shape") else kinds(x) for x in found]
 
     class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         @classmethod
@@ -135,7 +135,7 @@ def dispatched(loss: Target, settings: dict[str, Any]) -> Target:
             if function.namespace == "contrastile":
                 seen.append(function.__name__)
                 told = vars(operators)["_fake_" + function.__name__.partition(".")[0]](*args)
-                assert shapes(told) == shapes(found), f"of {seen[-1]} a tracer is told other shapes"
+                assert kinds(told) == kinds(found), f"of {seen[-1]} a tracer is told {kinds(told)}, got {kinds(found)}"
             return found
 
     def target(*args: Any, **keywords: Any) -> Any:
