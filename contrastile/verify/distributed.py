@@ -26,15 +26,17 @@ SHARDED = "sharded"
 _EVERYWHERE = ("loss", "scale", "bias")
 
 
-def cuts(trial: Trial) -> Iterator[tuple[str, Cut]]:
+def cuts(trial: Trial, exchange: str = "") -> Iterator[tuple[str, Cut]]:
     """The cuts of a case: at random, one row on the first rank, rows and columns far from each other.
 
-    A rank may have nothing at all. Edges are the business of small cases, of one dtype where there is one of each kind.
+    A rank may have nothing at all. Edges are the business of small cases, of one dtype where there is one of each kind,
+    and between processes, which take longer, of one exchange.
     """
     n, problem, random = trial.subject.ranks.size, trial.problem, trial.random()
     uneven = [random.integers(0, 7, n).tolist() for _ in range(2)]
     yield "uneven", Cut.of(problem, *uneven)
-    if n > 1 and trial.small and (trial.subject.dtype == "float32" or trial.case in cases.FEW):
+    edges = trial.subject.ranks.can_be_late or exchange == _in_turn(trial)
+    if n > 1 and edges and trial.small and (trial.subject.dtype == "float32" or trial.case in cases.FEW):
         few = [1, max(1, len(problem.rows) - 1)] + [0] * (n - 2)
         yield "one row", Cut.of(problem, few, [*few[2:], *few[:2]])
         ends = [0] * (n - 1)
@@ -52,7 +54,7 @@ def _first(trial: Trial, label: str, cut: Cut, exchange: str) -> list[Outcome]:
 
 def schedule(exchange: str, trial: Trial) -> Comparisons:
     """Loss and gradients over an exchange are the oracle's of the whole problem."""
-    for label, cut in cuts(trial):
+    for label, cut in cuts(trial, exchange):
         yield label, _compared(trial, cut, _first(trial, label, cut, exchange), exchange)
 
 
@@ -108,8 +110,8 @@ def reduction(trial: Trial) -> Comparisons:
 
 def agreement(trial: Trial) -> Comparisons:
     """Loss and the gradients of scale and bias have the same bits on every rank."""
-    for label, cut in cuts(trial):
-        for exchange in EXCHANGES:
+    for exchange in EXCHANGES:
+        for label, cut in cuts(trial, exchange):
             first, *others = _first(trial, label, cut, exchange)
             for rank, other in enumerate(others, 1):
                 yield f"{exchange}, {label}, rank {rank}", identical(other, first, _EVERYWHERE)
