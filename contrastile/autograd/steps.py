@@ -272,7 +272,8 @@ class Steps(Signatures[Step]):
         # weights may be one array for both directions
         each = {id(x): (x, need) for x, need in zip(whole.arrays(), needs, strict=True) if x is not None}
         tensors, wants = zip(*each.values(), strict=True)
-        at = [None if x is None else [*each].index(id(x)) for x in whole.arrays()]
+        places_of = {key: i for i, key in enumerate(each)}
+        at = [None if x is None else places_of[id(x)] for x in whole.arrays()]
 
         def launch(places: Sequence[Tensor]) -> Tensor:
             mine = whole.with_arrays([None if i is None else places[i] for i in at])
