@@ -359,7 +359,7 @@ class _Crossed(TorchArrays):
     def loss(self, dtype: str, *sides: Sequence[Array]) -> Array:
         """See ``ArrayLibrary.loss``."""
         with working_for(self, self._theirs, sides[0][0]):
-            given = [[transfer(x, self, self._theirs) for x in side] for side in sides]
+            given = _moved(tuple(sides), lambda x: transfer(x, self, self._theirs))
             return transfer(self._theirs.loss(dtype, *given), self._theirs, self)
 
 

@@ -38,7 +38,7 @@ def replicated(problem: Problem, arrays: ArrayLibrary) -> Problem:
     rows, columns = placement.shards.rows, placement.shards.widths
     # pairs are numbered over the joined columns already
     joined = (arrays.concat(list(problem.columns)),) if problem.columns else ()
-    vectors = (None,) * len(VECTORS) if _is_plain(problem) else problem.vectors
+    vectors = problem.vectors if _weight_of_all(problem) is None else (None,) * len(VECTORS)
     own = problem.rows, None, None, *vectors, *joined
     counts = rows, (), (), *(columns if name in OF_COLUMNS else rows for name in VECTORS), *[columns] * len(joined)
     # weights and targets are the builders', so every rank has one of both directions, or two, and one travels once.
@@ -51,26 +51,26 @@ def replicated(problem: Problem, arrays: ArrayLibrary) -> Problem:
         i: (x, each) for i, (x, each) in enumerate(zip(own, counts, strict=True)) if homes[i] == i and x is not None
     }
     numbers = scalars.of(problem)
-    wide = [(arrays.cast(x, "float64").reshape((1,)), (1,) * placement.size) for x in numbers.values()]
     with working_for(arrays, arrays, problem.rows), phase(placement):
-        wholes = gathered(placement, arrays, *parts.values(), *wide)
+        wholes = gathered(placement, arrays, *parts.values(), *scalars.parts(placement, arrays, numbers))
     found = dict(zip(parts, wholes, strict=False))
     whole = problem.with_arrays([found.get(i) for i in homes])
     compared = scalars.checked(placement, arrays, numbers, wholes[len(parts) :])
     return replace(whole, placement=None, whole=None, **{"scale": problem.scale, "bias": problem.bias, **compared})
 
 
-def _is_plain(problem: Problem) -> bool:
-    """Whether the whole's vectors need not travel: every row weighs the same, and row i has column i."""
-    return problem.whole is not None and len(problem.columns) == 1
+def _weight_of_all(problem: Problem) -> float | None:
+    """Each row's weight where no vector need travel: all rows weigh the same, and row i has column i. Else None."""
+    return problem.whole if len(problem.columns) == 1 else None
 
 
 def completed(problem: Problem, whole: Problem, arrays: ArrayLibrary) -> Problem:
     """What ``replicated`` gives, with the vectors that did not travel."""
-    if problem.whole is None or not _is_plain(problem):
+    known = _weight_of_all(problem)
+    if known is None:
         return whole
     m, dtype = whole.rows.shape[0], arrays.dtype(whole.scale)
-    weight, target = (arrays.full((m,), value, dtype, whole.rows) for value in (problem.whole, 1.0))
+    weight, target = (arrays.full((m,), value, dtype, whole.rows) for value in (known, 1.0))
     found = {"row_weight": weight, "row_target": target, "positives": arrays.arange(0, m, whole.rows)}
     if problem.column_weight is not None:
         found |= {"column_weight": weight, "column_target": target}

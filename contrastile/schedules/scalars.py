@@ -16,7 +16,7 @@ from contrastile.comm.calls import Label
 from contrastile.comm.communicator import Communicator, MismatchError
 from contrastile.schedules.placement import Placement, Schedule
 from contrastile.schedules.problem import Problem
-from contrastile.schedules.sums import gathered_scalars
+from contrastile.schedules.sums import gathered
 
 NAMES = "scale", "bias"
 READABLE = frozenset(("cpu", "a number"))
@@ -54,9 +54,15 @@ def compared(problem: Problem, arrays: ArrayLibrary) -> Problem:
     numbers, placement = of(problem), problem.placement
     if placement is None or not numbers:
         return problem
-    wide = [arrays.cast(x, "float64") for x in numbers.values()]
-    found = checked(placement, arrays, numbers, gathered_scalars(placement, arrays, wide))
+    found = checked(placement, arrays, numbers, gathered(placement, arrays, *parts(placement, arrays, numbers)))
     return replace(problem, placement=replace(placement, unread=False), **found)
+
+
+def parts(
+    placement: Placement, arrays: ArrayLibrary, numbers: Mapping[str, Array]
+) -> list[tuple[Array, Sequence[int]]]:
+    """The numbers as ``sums.gathered`` takes them, with others or alone; ``checked`` takes what it gives for them."""
+    return [(arrays.cast(x, "float64").reshape((1,)), (1,) * placement.size) for x in numbers.values()]
 
 
 def checked(

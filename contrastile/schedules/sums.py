@@ -47,7 +47,8 @@ def summed(placement: Placement, arrays: ArrayLibrary, *numbers: Array) -> Seque
     """The sum of each number, 0-d in float64, over the ranks: the same bits on each of them. One message for all."""
     if placement.size == 1 or not numbers:
         return numbers
-    return [arrays.total(x) for x in gathered_scalars(placement, arrays, numbers)]
+    parts = ((x.reshape((1,)), (1,) * placement.size) for x in numbers)
+    return [arrays.total(x) for x in gathered(placement, arrays, *parts)]
 
 
 def gathered(placement: Placement, arrays: ArrayLibrary, *parts: tuple[Array, Sequence[int]]) -> list[Array]:
@@ -66,11 +67,6 @@ def gathered(placement: Placement, arrays: ArrayLibrary, *parts: tuple[Array, Se
     incoming = {r: [each[r] for each in split] for r in ranks}
     placement.communicator.exchange(dict.fromkeys(ranks, own), incoming).wait()
     return wholes
-
-
-def gathered_scalars(placement: Placement, arrays: ArrayLibrary, numbers: Sequence[Array]) -> list[Array]:
-    """Every rank's number, (n,), for each of this rank's, 0-d. One message for all."""
-    return gathered(placement, arrays, *((x.reshape((1,)), (1,) * placement.size) for x in numbers))
 
 
 def finalize_loss(
