@@ -193,7 +193,7 @@ def repeats(trial: LossTrial) -> Comparisons:
         yield f"call {_MANY}", identical(again, first)
 
 
-_ROUNDS, _STEPS = 8, 32
+_ROUNDS, _STEPS = 24, 32
 """Caches fill for some rounds; what leaks one object a call does so in each."""
 
 
