@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_autograd import LOSSES, Loss, clip, features, leaves, number, of_statistics, sigmoid, stepped
+from test_autograd import Loss, clip, features, leaves, number, of_statistics, sigmoid, stepped
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -102,30 +102,3 @@ def test_a_transform_inside_one_graph_is_refused_by_name(loss: Loss) -> None:
     named = "contrastile::loss must be called outside of torch.compile"
     with pytest.raises(Exception, match=f"{named}{UNTRACED}"):
         torch.compile(torch.func.grad(f), backend="eager", fullgraph=True)(x)
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_gradient_of_a_gradient_is_refused_by_name(loss: Loss) -> None:
-    f, x = first_argument(loss), features(7).detach()
-    for twice in (
-        lambda: torch.func.grad(lambda y: torch.func.grad(f)(y).sum())(x),
-        lambda: torch.func.jacrev(torch.func.jacrev(f))(x),
-        # the second time its signature is known
-        *[lambda: torch.autograd.functional.hessian(f, x)] * 2,
-    ):
-        with pytest.raises(RuntimeError, match="contrastile::gradients must not be differentiated itself"):
-            twice()
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_map_over_gradients_is_refused_by_name(loss: Loss) -> None:
-    with pytest.raises(RuntimeError, match="contrastile::loss must be called with one batch at a time"):
-        torch.func.vmap(torch.func.grad(first_argument(loss)))(features(7).detach()[None])
-
-
-def test_a_batch_of_upstream_gradients_is_refused_by_name() -> None:
-    """Autograd's own vmap, which is older than torch.func's and knows no operator of this kind."""
-    leaf = features(7)
-    loss = first_argument(clip)(leaf)
-    with pytest.raises(RuntimeError, match="contrastile::gradients must be given one upstream gradient"):
-        torch.autograd.grad(loss, leaf, torch.ones(4, dtype=torch.float64), is_grads_batched=True)

@@ -21,7 +21,6 @@ from contrastile.backends.contract import (
     UnsupportedProblemError,
     Weights,
 )
-from contrastile.backends.numpy import backend as numpy_backend
 from contrastile.backends.triton import backend, backward_pass
 from contrastile.backends.triton import tiles as words
 from contrastile.backends.triton.forward_pass import _ForwardPass as Forward
@@ -80,14 +79,6 @@ def weights_of(given: Block) -> Weights:
     found = backend.lse(given, True, Options())
     sides = zip((found.rows, found.columns), map(len, (given.rows, given.columns)), strict=True)
     return Weights(*(SideWeights(*side[:2], torch.full((k,), 0.5 / k), torch.ones(k)) for side, k in sides))
-
-
-def test_a_backend_that_lacks_a_precision_refuses_it() -> None:
-    block = Block(np.ones((2, 3), np.float32), np.ones((2, 3), np.float32), np.ones(()))
-    with pytest.raises(UnsupportedProblemError, match="precision must be ieee here, got tf32"):
-        numpy_backend.check(block, Options(precision="tf32"))
-    half = Block(np.ones((2, 3), np.float16), np.ones((2, 3), np.float16), np.ones(()))
-    numpy_backend.check(half, Options(precision="tf32"))
 
 
 @pytest.mark.slow
