@@ -289,7 +289,8 @@ def _search(batch: Batch) -> Any:
     beats = x >= own[:, None]
     nearest = np.argsort(-x, axis=1, kind="stable")
     fits = other & (x <= np.minimum(own + 1, own - np.abs(own) / 2)[:, None]) & (x >= -1) & (x <= 3)
-    mined = [[j for j in row if fits[i, j]][2:5] for i, row in enumerate(nearest)]
+    mined = [([j for j in row if fits[i, j]][2:5] + [-1] * 3)[:3] for i, row in enumerate(nearest)]
+    top = np.take_along_axis(x, nearest, 1)[:, :3], nearest[:, :3]
     ids: Any = {"row_ids": torch.from_numpy(of_rows), "column_ids": torch.from_numpy(of_columns)}
     limits: Any = {"range_min": 2, "absolute_margin": -1.0, "relative_margin": 0.5, "min_score": -1.0, "max_score": 3.0}
     # kernels, where there are some, take 16 bits and have tiles of their own
@@ -301,12 +302,29 @@ def _search(batch: Batch) -> Any:
             "ranks among ids",
             np.array_equal(retrieval.ranks(q, k, **named, **ids).cpu(), (beats & other).sum(axis=1)),
         )
-        _, numbers = retrieval.top_k(q, k, 3, tile=tile)
-        yield "the nearest columns", np.array_equal(numbers.cpu(), nearest[:, :3])
+        found = retrieval.top_k(q, k, 3, tile=tile)
+        yield "the nearest columns", all(np.array_equal(y.cpu(), z) for y, z in zip(found, top, strict=True))
         found = retrieval.mine_hard_negatives(q, k, 3, **named, **ids, **limits)
-        yield "hard negatives", found.tolist() == [row + [-1] * (3 - len(row)) for row in mined]
-    shares = [[y[:9], z[:12]] for y, z in [given]] + [[y[9:], z[12:]] for y, z in [given]]
-    parts = Threads(2).run(lambda group: retrieval.ranks(*shares[group.rank], group=group, tile=7))
+        yield "hard negatives", found.tolist() == mined
+
+    def part(group: Any) -> list[Any]:
+        i, j = ((slice(9), slice(12)), (slice(9, None), slice(12, None)))[group.rank]
+        own: Any = {
+            "positives": named["positives"][i],
+            "row_ids": ids["row_ids"][i],
+            "column_ids": ids["column_ids"][j],
+        }
+        q, k, how = given[0][i], given[1][j], {"group": group, "tile": 7}
+        found = retrieval.mine_hard_negatives(q, k, 3, **own, **limits, **how)
+        return [
+            retrieval.ranks(q, k, **how),
+            retrieval.ranks(q, k, **own, **how),
+            *retrieval.top_k(q, k, 3, **how),
+            found,
+        ]
+
+    of_two = [torch.cat(parts).cpu() for parts in zip(*Threads(2).run(part), strict=True)]
     # a rank's rows have its own columns for positives
     own = x[each, np.where(each < 9, each, each + 3)]
-    yield "ranks of two", np.array_equal(torch.cat(parts).cpu(), (x >= own[:, None]).sum(axis=1) - 1)
+    right = (x >= own[:, None]).sum(axis=1) - 1, (beats & other).sum(axis=1), *top, mined
+    yield "searches of two", all(map(np.array_equal, of_two, right))
