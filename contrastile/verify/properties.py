@@ -107,20 +107,6 @@ def shift(trial: Trial) -> Comparisons:
     yield "bias + 4", trial.subject.compare(moved)
 
 
-def split_merge(trial: Trial) -> Comparisons:
-    """Columns in one block, and in several, one of them empty, give the oracle's results."""
-    trial.only_small()
-    n = sum(rearrange.sizes(trial.problem))
-    for label, blocks in {"in one block": [n], "in three blocks": [n // 3, 0, n - n // 3]}.items():
-        yield label, trial.subject.compare(rearrange.regrouped(trial.problem, blocks))
-
-
-def duplicates(trial: Trial) -> Comparisons:
-    """Every column twice gives the oracle's results."""
-    trial.only_small()
-    yield "doubled", trial.subject.compare(rearrange.doubled(trial.problem))
-
-
 def non_negative(trial: Trial) -> Comparisons:
     """A mean of negative log-probabilities of positives, or of softplus terms, is never below zero."""
     trial.only_finite()
@@ -308,8 +294,6 @@ _EVERY_CASE = (
     tiles,
     options,
     shift,
-    split_merge,
-    duplicates,
     non_negative,
     symmetric,
     upstream,

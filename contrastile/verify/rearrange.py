@@ -1,4 +1,4 @@
-"""Transformed problems (regrouped, doubled), and outcomes folded or multiplied."""
+"""Columns split and renumbered, and outcomes folded or multiplied."""
 
 from __future__ import annotations
 
@@ -26,11 +26,6 @@ def split(joined: Any, parts: Sequence[int]) -> tuple[Any, ...]:
     return tuple(joined[end - size : end] for size, end in zip(parts, ends, strict=True))
 
 
-def regrouped(problem: Problem, parts: Sequence[int]) -> Problem:
-    """The same columns in blocks of other sizes, which must add up to n."""
-    return replace(problem, columns=split(np.concatenate(problem.columns), parts))
-
-
 def redirected(pointers: Any, columns: IntArray) -> Any:
     """Column numbers, where column ``columns[j]`` is now column j; what points at no column still does."""
     if pointers is None:
@@ -40,40 +35,6 @@ def redirected(pointers: Any, columns: IntArray) -> Any:
     moved = pointers.copy()
     moved[inside] = place[pointers[inside]]
     return moved
-
-
-def doubled(problem: Problem) -> Problem:
-    """Every column twice in one block, copies after originals; sums of targets stay the same.
-
-    Indices of positives and exclusions keep pointing at the originals: a copy is a positive only through its id.
-    """
-    n = sum(sizes(problem))
-
-    def twice(x: Any) -> Any:
-        return None if x is None else np.concatenate([x, x])
-
-    def inside(x: Any) -> Any:
-        # an index past the end, which is no column, must not point at a copy
-        return None if x is None else np.where(x < n, x, -1)
-
-    twofold = replace(
-        problem,
-        columns=(np.concatenate(problem.columns * 2),),
-        positives=inside(problem.positives),
-        excluded=inside(problem.excluded),
-        **{name: twice(getattr(problem, name)) for name in COLUMN_VECTORS},
-    )
-    (_, before), (_, after) = masks(problem), masks(twofold)
-    share = before.sum(axis=1) / np.maximum(after.sum(axis=1), 1)
-    # a copy may have a positive that its original is excluded from
-    shares = np.tile(before.sum(axis=0), 2) / np.maximum(after.sum(axis=0), 1)
-    return replace(
-        twofold,
-        row_target=problem.row_target * share,
-        column_target=None
-        if twofold.column_target is None
-        else twofold.column_target * np.where(after.any(0), shares, 0),
-    )
 
 
 def is_symmetric(problem: Problem) -> bool:

@@ -21,7 +21,7 @@ _EARLY = 2
 """Cases that run before the properties that have a case of their own."""
 
 STRUCTURE = (
-    *("tiles", "options", "shift", "split-merge", "duplicates", "upstream", "frozen", "accumulation"),
+    *("tiles", "options", "shift", "upstream", "frozen", "accumulation"),
     *("guard-bands", "strided", "poisoned-memory", "non-finite"),
     *("bars", "public-statistics", "symmetric", "determinism"),
     *("reduction", "agreement", "delivery"),
