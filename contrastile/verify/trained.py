@@ -131,6 +131,7 @@ def _distances(batch: Batch) -> Any:
             self.factor = torch.nn.Parameter(torch.ones(()))
 
         def forward(self, f: Any, g: Any) -> Any:
+            assert max(len(f), len(g)) <= 9, "more than a tile of distances at once"
             drawn.append(float(torch.rand(())))
             return drawn[-1] * self.factor * (f @ g.T)
 
@@ -167,6 +168,10 @@ def _steps(batch: Batch) -> Any:
     scale.grad.zero_()
     cached_step(lambda chunk: (batch.table[chunk], batch.fixed[chunk], scale), batch.index, batch.loss, chunk=_CHUNK)
     yield "a number that every chunk gives", torch.equal(scale.grad, of_scale)
+    scale.grad.zero_()
+    frozen = batch.table.detach()
+    batch.step(lambda chunk: frozen[chunk], lambda chunk: (batch.fixed[chunk], scale), scale=None)
+    yield "a number that a frozen tower gives", torch.equal(scale.grad, of_scale)
     hooked: list[Any] = []
     scale.register_hook(hooked.append)
     batch.step(scale=scale)
