@@ -12,14 +12,11 @@ import pytest
 from contrastile.backends.registry import load
 from contrastile.cli import main
 from contrastile.comm.communicator import Hosts
-from contrastile.schedules import triangle_over_ranks
-from contrastile.schedules.placement import Placement
 from contrastile.verify import cases, launched
-from contrastile.verify.distributed import DISTRIBUTED, several_ranks
+from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.runner import Run
 from contrastile.verify.selection import Selection
 from contrastile.verify.shards import EXCHANGES
-from contrastile.verify.trial import Subject
 from contrastile.verify.worlds import Threads, judged
 
 
@@ -60,24 +57,6 @@ def test_hosts_may_have_any_ranks(hosts: Hosts) -> None:
     names = ["two-level", "themselves", "agreement", "delivery"]
     found = list(Run(Selection({"numpy": load("numpy")}, properties=names, world=world, **checks)).rows())
     passed([row for row in found if row["status"] != "skip"])
-
-
-def test_what_is_wrong_with_an_even_number_of_ranks_alone_shows_in_a_process_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shares = triangle_over_ranks.shares
-
-    def both(placement: Placement, rank: int, owner: int) -> tuple[slice, slice] | None:
-        """Two ranks that lie opposite each other each compute all of their block."""
-        rows = placement.shards.rows
-        return shares(placement, rank, owner) and (slice(0, rows[rank]), slice(0, rows[owner]))
-
-    monkeypatch.setattr(triangle_over_ranks, "shares", both)
-    subject = Subject("numpy", load("numpy"), "float32", examples=1)
-    wrong = {label for label, worst in several_ranks(subject, "ranks") if not worst.ratio <= 1}
-    assert any("4 ranks: ring" in label for label in wrong)
-    # of three ranks, two hosts
-    assert all("4 ranks" in label or "two-level" in label for label in wrong)
 
 
 def test_a_drawn_failure_names_the_world_in_the_command_that_runs_it_again() -> None:
