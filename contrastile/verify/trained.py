@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,7 @@ class Batch:
         self.settings: dict[str, Any] = {"backend": subject.name, **subject.settings}
         self.loss: Any = partial(losses.clip_loss, **self.settings)
         self.seen: list[int] = []
+        self.frozen: list[int] = []
 
     def encode(self, chunk: Any) -> Any:
         """Rows of the parameter; how many is noted."""
@@ -58,7 +60,7 @@ class Batch:
         from contrastile.training import cached_step
 
         how = {"scale": 10.0, "chunk": _CHUNK, "loss": self.loss, **how}
-        given = towers or (self.encode, lambda chunk: self.fixed[chunk])
+        given = towers or (self.encode, lambda chunk: self.frozen.append(len(chunk)) or self.fixed[chunk])
         return cached_step(given, (self.index.clone(), self.index.clone()), **how)
 
 
@@ -88,6 +90,15 @@ def _numbers(batch: Batch) -> Any:
             first, second = drawn[: len(_COUNTS)], drawn[len(_COUNTS) :]
             yield f"of {name}, replayed in tower {tower}", first == second
         yield f"of {name}, after it", len(set(sum(every, [*between, draw()]))) == 2 + 2 * len(_COUNTS)
+        seen: list[float] = []
+
+        def ends(chunk: Any, draw: Any = draw, seen: Any = seen) -> Any:
+            seen.append(draw())
+            return batch.table[chunk] if len(seen) <= len(_COUNTS) else 1 / 0
+
+        with suppress(ZeroDivisionError):
+            batch.step(ends, lambda chunk: batch.fixed[chunk])
+        yield f"of {name}, after an error", draw() not in seen
 
 
 def _modes(batch: Batch) -> Any:
@@ -95,18 +106,25 @@ def _modes(batch: Batch) -> Any:
 
     from contrastile.training import Cached
 
-    kind, chunks, seen = batch.table.device.type, (batch.index, batch.index), list[Any]()
+    kind, chunks, seen, wide = batch.table.device.type, (batch.index, batch.index), list[Any](), list[Any]()
 
     def encode(chunk: Any) -> Any:
         seen.append(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
         return batch.table[chunk]
 
+    def loss(*given: Any) -> Any:
+        wide.append((given[0] @ given[1].T).dtype)
+        return batch.loss(*given)
+
     for dtype, there in ((torch.bfloat16, None), (torch.float16, None), (None, torch.bfloat16)):
         with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
-            value: Any = Cached(batch.loss, (encode, lambda chunk: batch.fixed[chunk]), _CHUNK)(*chunks, scale=10.0)
+            value: Any = Cached(loss, (encode, lambda chunk: batch.fixed[chunk]), _CHUNK)(*chunks, scale=10.0)
         with torch.autocast(kind, dtype=there, enabled=there is not None):
             value.backward()
         yield f"autocast to {dtype}, again to {there}", seen[-2 * len(_COUNTS) :] == [dtype] * 2 * len(_COUNTS)
+        # in float16 gradients would underflow
+        right = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        yield f"autocast to {dtype}, in the loss", wide[-1] == right
     found = []
     for factor in (1.0, 2.0**14):
         towers = (lambda chunk, x=x: x[chunk].half() for x in (batch.table, batch.fixed))
@@ -124,6 +142,7 @@ def _distances(batch: Batch) -> Any:
     from contrastile.training import deep_distance
 
     drawn: list[float] = []
+    seen: list[Any] = []
 
     class Phi(torch.nn.Module):
         def __init__(self) -> None:
@@ -133,7 +152,8 @@ def _distances(batch: Batch) -> Any:
         def forward(self, f: Any, g: Any) -> Any:
             assert max(len(f), len(g)) <= 9, "more than a tile of distances at once"
             drawn.append(float(torch.rand(())))
-            return drawn[-1] * self.factor * (f @ g.T)
+            seen.append(drawn[-1] * self.factor * (f @ g.T))
+            return seen[-1]
 
     phi = Phi()
     loss: Any = deep_distance(phi, 9)
@@ -144,6 +164,13 @@ def _distances(batch: Batch) -> Any:
     phi.factor = torch.nn.Parameter(torch.ones(()))
     loss(batch.table, batch.fixed).backward()
     yield "a parameter that was replaced", phi.factor.grad is not None
+    seen.clear()
+    with torch.autocast(batch.table.device.type, torch.bfloat16):
+        value: Any = loss(batch.table, batch.fixed)
+    value.backward()
+    first, again = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    yield "autocast, again", seen[0].dtype == torch.bfloat16 and all(map(torch.equal, first, again))
+    yield "autocast, and not of the loss", value.dtype == torch.float32
 
 
 def _steps(batch: Batch) -> Any:
@@ -155,6 +182,7 @@ def _steps(batch: Batch) -> Any:
     value = batch.step(scale=scale)
     yield "a loss without a graph", not value.requires_grad
     yield "rows of the chunks", batch.seen == 2 * _COUNTS
+    yield "a frozen tower's, once", batch.frozen == _COUNTS
     first, of_scale = batch.table.grad.clone(), scale.grad.clone()
     called = []
     batch.step(scale=scale, backward=lambda x: called.append(x.backward()))
@@ -233,6 +261,8 @@ def _refusals(batch: Batch) -> Any:
             yield label, True
         else:
             yield label, False
+    batch.step(lambda x: learns(batch.table[x]), lambda x: batch.fixed[x], chunk=_ROWS)
+    yield "a hook that steps in the last chunk", True
 
 
 def _weights(batch: Batch) -> Any:

@@ -44,17 +44,6 @@ def test_encoders_may_be_checkpointed_or_compiled(made: Any) -> None:
     assert all(torch.equal(x, y) for x, y in zip((found, *(p.grad for p in parameters)), expected, strict=True))
 
 
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_tower_is_encoded_once_and_gets_no_gradient(frozen: int) -> None:
-    nets, inputs = towers(B, D)
-    nets[frozen].requires_grad_(False)
-    calls: list[int] = []
-    nets[frozen].register_forward_pre_hook(lambda *_: calls.append(1))
-    training.cached_step(nets, tuple(inputs), contrastile.clip_loss, scale=2.0, chunk=5)
-    assert len(calls) == 4
-    assert all((p.grad is None) == (net is nets[frozen]) for net in nets for p in net.parameters())
-
-
 def test_the_seconds_of_the_loss_are_those_between_the_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that ticks once in each encoding, and seven times in the loss."""
     ticks = 0
@@ -114,68 +103,6 @@ def test_a_loss_whose_gradient_nobody_sends_has_none() -> None:
     apply: Any = Silent.apply
     apply(value).backward()
     assert all(x.grad is None or not x.grad.any() for x in every_parameter(*nets))
-
-
-def test_autocast_to_float16_around_the_call_leaves_the_loss_in_float32() -> None:
-    seen = []
-
-    def loss(a: Tensor) -> Tensor:
-        seen.append((a.dtype, (a @ a.T).dtype))
-        return a.sum()
-
-    net = nn.Linear(4, 3)
-    with torch.autocast("cpu", dtype=torch.float16):
-        training.cached_step((net,), (torch.ones(5, 4),), loss, chunk=2)
-        assert net(torch.ones(5, 4)).dtype is torch.float16
-    assert seen == [(torch.float32, torch.float32)]
-
-
-def test_generators_are_put_back_after_an_error() -> None:
-    calls: list[int] = []
-    weight = nn.Parameter(torch.ones(4, D))
-
-    def encode(x: Tensor) -> Tensor:
-        calls.append(1)
-        torch.rand(3)
-        if len(calls) == 3:
-            raise OSError("out of something")
-        return x @ weight
-
-    torch.manual_seed(0)
-    with pytest.raises(OSError, match="out of something"):
-        training.cached_step((encode,), (torch.ones(4, 4),), lambda a: a.sum(), chunk=2)
-    found = torch.rand(1)
-    torch.manual_seed(0)
-    torch.rand(6)
-    assert torch.equal(found, torch.rand(1))
-
-
-class Bilinear(nn.Module):
-    """tanh(F Omega G')."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.omega, self.distances = nn.Parameter(torch.randn(5, 5)), nn.Identity()
-
-    def forward(self, f: Tensor, g: Tensor) -> Tensor:
-        return self.distances(torch.tanh(f @ self.omega @ g.T))
-
-
-def test_narrow_embeddings_and_autocast() -> None:
-    torch.manual_seed(2)
-    phi, f, g = Bilinear(), torch.randn(7, 5), torch.randn(11, 5)
-    seen: list[Tensor] = []
-    phi.distances.register_forward_hook(lambda _, __, out: seen.append(out))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        value = training.deep_distance(phi, 4)(f, g, 2.0)
-    assert value.dtype is torch.float32
-    value.backward()
-    assert phi.omega.grad.dtype is torch.float32
-    assert phi.omega.grad.abs().max() > 0
-    # the backward pass, outside of autocast, sees the distances of the forward pass
-    tiles = 2 * 3
-    assert all(x.dtype is torch.bfloat16 for x in seen)
-    assert all(torch.equal(x, y) for x, y in zip(seen[:tiles], seen[tiles:], strict=True))
 
 
 PROGRAM = str(Path(__file__).parent / "programs" / "train_cached.py")
