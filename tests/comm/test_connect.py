@@ -81,7 +81,8 @@ def test_every_primitive_gives_what_it_must(n: int, check: Callable[[InProcess],
     InProcessGroup[None](n, late=late).run(check)
 
 
-def test_after_its_wait_a_sender_may_change_its_arrays() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_after_its_wait_a_sender_may_change_its_arrays(late: bool) -> None:
     def program(comm: InProcess) -> np.ndarray:
         kept, buffer = [], np.zeros(3)
         for step in range(4):
@@ -91,7 +92,7 @@ def test_after_its_wait_a_sender_may_change_its_arrays() -> None:
             kept.append(incoming[0])
         return np.array(kept)
 
-    for rank, found in enumerate(InProcessGroup[np.ndarray](3, late=True).run(program)):
+    for rank, found in enumerate(InProcessGroup[np.ndarray](3, late=late).run(program)):
         np.testing.assert_array_equal(found, 10 * ((rank - 1) % 3) + np.arange(4)[:, None] * np.ones(3))
 
 
