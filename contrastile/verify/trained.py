@@ -48,7 +48,7 @@ class Batch:
         self.settings: dict[str, Any] = {"backend": subject.name, **subject.settings}
         self.loss: Any = partial(losses.clip_loss, **self.settings)
         self.seen: list[int] = []
-        self.frozen: list[int] = []
+        self.frozen: Any = []
 
     def encode(self, chunk: Any) -> Any:
         """Rows of the parameter; how many is noted."""
@@ -337,8 +337,8 @@ def _search(batch: Batch) -> Any:
             "ranks among ids",
             np.array_equal(retrieval.ranks(q, k, **named, **ids).cpu(), (beats & other).sum(axis=1)),
         )
-        found = retrieval.top_k(q, k, 3, tile=tile)
-        yield "the nearest columns", all(np.array_equal(y.cpu(), z) for y, z in zip(found, top, strict=True))
+        near = retrieval.top_k(q, k, 3, tile=tile)
+        yield "the nearest columns", all(np.array_equal(y.cpu(), z) for y, z in zip(near, top, strict=True))
         found = retrieval.mine_hard_negatives(q, k, 3, **named, **ids, **limits)
         yield "hard negatives", found.tolist() == mined
 
