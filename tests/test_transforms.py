@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import contrastile
-from contrastile.comm.inprocess import InProcess, InProcessGroup
 
 
 def first_argument(loss: Loss) -> Callable[[Tensor], Tensor]:
@@ -36,24 +35,6 @@ def test_a_transform_inside_another_knows_whose_gradient_it_takes() -> None:
     leaf = image.clone().requires_grad_()
     expected = torch.autograd.grad(contrastile.sigmoid_loss(leaf, text, scale, -1.0, keep=0), leaf)[0]
     assert torch.equal(torch.func.grad(value_inside)(image), expected)
-
-
-@pytest.mark.parametrize("exchange", ["ring", "gather"])
-def test_func_grad_over_ranks_has_the_bits_of_backward(exchange: str) -> None:
-    def program(comm: InProcess) -> None:
-        image, text, scale = (
-            x.detach() for x in (features(seed=comm.rank), features(seed=comm.rank + 3), number(14.3))
-        )
-
-        def loss(x: Tensor, s: Tensor) -> Tensor:
-            return contrastile.clip_loss(x, text, s, group=comm, exchange=exchange)
-
-        found = torch.func.grad(loss, argnums=(0, 1))(image, scale)
-        leaves = [x.requires_grad_() for x in (image, scale)]
-        for a, b in zip(found, torch.autograd.grad(loss(*leaves), leaves), strict=True):
-            assert torch.equal(a, b)
-
-    InProcessGroup[None](3).run(program)
 
 
 def dual(f: Callable[[Tensor], Tensor], x: Tensor) -> Any:

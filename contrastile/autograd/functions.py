@@ -228,7 +228,9 @@ class FunctionalLoss(torch.autograd.Function):
             loss, state = operators.called(whole, operators.every(whole.problem))
             return loss, *state
         found = compute.loss(whole, _all_wanted(whole) if plan.problem.kind == "sigmoid" else None)
-        return tuple(operators.filled(found, whole.problem.scale))
+        given = set(map(id, arrays))
+        # the state of a replicated loss has the scale itself, and autograd saves no argument that is a result
+        return tuple(x.view_as(x) if id(x) in given else x for x in operators.filled(found, whole.problem.scale))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -208,14 +208,16 @@ def _interfaces(subject: Subject, share: Share) -> list[Interface]:
     if subject.backend.arrays.name != "torch" or late:
         # autograd runs one thread per GPU, in which ranks that are threads of one process would wait for each other
         return [returning]
-    names = "autograd", "nn", *(["DistillClipLoss"] if share.label == CALLS else [])
+    objective, given = share.case.claims.objective, share.case.arguments
+    keywords, names = given.keywords, ["autograd", "nn"]
+    # a transform takes no gradients of keywords
+    names += ["torch.func.grad"] * (not given.negatives) + ["DistillClipLoss"] * (share.label == CALLS)
     chosen = [each for each in OF_TENSORS if each.name in names]
-    objective, keywords = share.case.claims.objective, share.case.arguments.keywords
     return [returning, *(x for x in chosen if x.objectives is None or (objective in x.objectives and not keywords))]
 
 
 def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: str, reduction: str) -> Worst:
-    upstream = None if interface.claims and interface.name == OF_ARRAYS[0].name else UPSTREAM
+    upstream = None if ("returns_gradients", True) in interface.claims else UPSTREAM
     # the scale, beside a bias that learns
     frozen = share.label == "bias"
 
