@@ -107,13 +107,6 @@ struct ForwardConsumer : Consumer<T, MASK, Shared<ColumnIds<MASK>, RowPairs>> {
         }
     }
 
-    // The sum over the four lanes of a row.
-    template <class Number>
-    static __device__ __forceinline__ Number of_row(Number x) {
-        x += __shfl_xor_sync(WHOLE_WARP, x, 1);
-        return x + __shfl_xor_sync(WHOLE_WARP, x, 2);
-    }
-
     __device__ __forceinline__ void put(const Sums (&sums)[2], const Segment& s) const {
         const Partials& out = a.forward.rows;
         const long long first = shares.block_of(s.row * shares.columns);
@@ -122,10 +115,10 @@ struct ForwardConsumer : Consumer<T, MASK, Shared<ColumnIds<MASK>, RowPairs>> {
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
             const int row = in_chunk(s, row_of(q));
-            const double negatives = of_row(sums[q].negatives);
-            const double positives = MASK == TARGET ? of_row(sums[q].positives) : 0.0;
-            const double dots = MASK == TARGET ? of_row(sums[q].dots) : 0.0;
-            const int count = MASK == TARGET ? of_row(sums[q].count) : 0;
+            const double negatives = row_total(sums[q].negatives);
+            const double positives = MASK == TARGET ? row_total(sums[q].positives) : 0.0;
+            const double dots = MASK == TARGET ? row_total(sums[q].dots) : 0.0;
+            const int count = MASK == TARGET ? row_total(sums[q].count) : 0;
             if (row >= a.forward.chunk.height || lane % 4 != 0) continue;
             for (int p = part; p < (ends ? a.parts : part + 1); ++p) {
                 const long long at = p * out.stride + row;

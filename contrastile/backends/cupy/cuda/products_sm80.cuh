@@ -5,7 +5,7 @@
 // on tensor cores.
 #pragma once
 
-#include "numbers.cuh"
+#include "pairs.cuh"
 #include "stream_sm80.cuh"
 
 namespace contrastile {
@@ -127,26 +127,21 @@ struct Ieee {
 #pragma unroll 1
         for (int piece = 0; piece < STEP_BYTES / 16; ++piece) {
             float4 a[STRIPS][2];
-#pragma unroll
-            for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-                for (int q = 0; q < 2; ++q)
-                    a[s][q] = four(rows + (16 * s + 8 * q) * STEP_BYTES + ((piece ^ (row & 7)) << 4));
+            each_row<STRIPS>([&](int s, int q) {
+                a[s][q] = four(rows + (16 * s + 8 * q) * STEP_BYTES + ((piece ^ (row & 7)) << 4));
+            });
 #pragma unroll
             for (int g = 0; g < GROUPS; ++g)
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     const float4 b = four(columns + (8 * g + c) * STEP_BYTES + ((piece ^ ((column + c) & 7)) << 4));
-#pragma unroll
-                    for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-                        for (int q = 0; q < 2; ++q) {
-                            float& sum = to[s][4 * g + 2 * q + c];
-                            sum = fmaf(a[s][q].x, b.x, sum);
-                            sum = fmaf(a[s][q].y, b.y, sum);
-                            sum = fmaf(a[s][q].z, b.z, sum);
-                            sum = fmaf(a[s][q].w, b.w, sum);
-                        }
+                    each_row<STRIPS>([&](int s, int q) {
+                        float& sum = to[s][4 * g + 2 * q + c];
+                        sum = fmaf(a[s][q].x, b.x, sum);
+                        sum = fmaf(a[s][q].y, b.y, sum);
+                        sum = fmaf(a[s][q].z, b.z, sum);
+                        sum = fmaf(a[s][q].w, b.w, sum);
+                    });
                 }
         }
     }
