@@ -20,6 +20,8 @@ ONE_BLOCK = 1024
 PLAN = struct("Plan")
 """The plan's layout."""
 
+PLAN_BYTES = sizeof(PLAN)
+
 
 def element(x: Array) -> str:
     """The C++ name of an array's dtype."""
@@ -38,12 +40,7 @@ def matrix(x: Array) -> Any:
 
 def new_plan() -> Any:
     """Memory for a plan, which one kernel writes and later ones read."""
-    return empty(plan_bytes(), dtype="uint8")
-
-
-def plan_bytes() -> int:
-    """Bytes of a plan."""
-    return sizeof(PLAN)
+    return empty(PLAN_BYTES, dtype="uint8")
 
 
 def plan_field(plan: Any, field: str) -> int:

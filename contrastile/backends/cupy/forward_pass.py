@@ -16,10 +16,10 @@ from contrastile.backends.cupy.common import (
     LINES,
     ONE_BLOCK,
     PAIRS,
+    PLAN_BYTES,
     THREADS,
     element,
     matrix,
-    plan_bytes,
     scalars,
 )
 from contrastile.backends.cupy.instances import TARGET, instance, positives_kernel
@@ -85,36 +85,20 @@ class _SideState:
 
     def fold(self, start: int, length: int, tiles: int, terms: int, ends: tuple[bool, bool]) -> Any:
         """How a chunk's partials join the state."""
-        if not self.wanted:
-            return struct("FoldSide")()
-        return struct("FoldSide")(
-            **{name: self._part(name) for name in _SUMS},
-            part_stride=length,
-            tiles=tiles,
-            state=self.scratch[0] + 8 * start,
-            lse=pointer(self.negative_lse, start),
-            length=length,
-            terms=terms,
-            first=ends[0],
-            last=ends[1],
-        )
+        to = {"state": self.scratch[0] + 8 * start, "lse": pointer(self.negative_lse, start)}
+        return self._joining("FoldSide", _SUMS, length, ends, tiles=tiles, terms=terms, **to)
 
     def fold_positives(self, start: int, length: int, tiles: int, ends: tuple[bool, bool]) -> Any:
         """Likewise for the positives that ids name."""
+        to: dict[str, Any] = {"state": self.scratch[1] + 8 * start, "state_stride": self.length}
+        to |= {"lse": pointer(self.positive_lse, start), "sum": pointer(self.positive_sum, start)}
+        return self._joining("PositiveSide", _BY_IDS, length, ends, tiles=tiles, **to)
+
+    def _joining(self, kind: str, names: Sequence[str], length: int, ends: tuple[bool, bool], **others: Any) -> Any:
         if not self.wanted:
-            return struct("PositiveSide")()
-        return struct("PositiveSide")(
-            **{name.removeprefix("positive_"): self._part(name) for name in _BY_IDS},
-            part_stride=length,
-            tiles=tiles,
-            state=self.scratch[1] + 8 * start,
-            state_stride=self.length,
-            lse=pointer(self.positive_lse, start),
-            sum=pointer(self.positive_sum, start),
-            length=length,
-            first=ends[0],
-            last=ends[1],
-        )
+            return struct(kind)()
+        parts = {name.removeprefix("positive_"): self._part(name) for name in names}
+        return struct(kind)(**parts, part_stride=length, length=length, first=ends[0], last=ends[1], **others)
 
 
 class _ForwardPass:
@@ -140,7 +124,7 @@ class _ForwardPass:
         self.columns = _SideState(self.n, columns, target, ceil_div(self.height, family.bm) * self.width)
         # one allocation instead of many: small batches are bound by the host
         peaks = 16 * ceil_div(max(self.m, self.n), LINES)
-        sizes = peaks, plan_bytes(), *self.rows.sizes, *self.columns.sizes
+        sizes = peaks, PLAN_BYTES, *self.rows.sizes, *self.columns.sizes
         self.memory, (self.peaks, plan, *places) = scratch(*sizes)
         self.rows.scratch, self.columns.scratch = places[:3], places[3:]
         self.plan = plan if self.kept is None else pointer(self.kept.plan)

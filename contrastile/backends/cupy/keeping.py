@@ -12,7 +12,7 @@ from typing import Any
 
 from contrastile.backends.contract import Options
 from contrastile.backends.cupy.arguments import constant, struct
-from contrastile.backends.cupy.common import THREADS, plan_bytes
+from contrastile.backends.cupy.common import PLAN_BYTES, THREADS
 from contrastile.backends.cupy.configs import keeping_pays, kept_rows, kept_stride, uses_hopper_kernels
 from contrastile.backends.cupy.instances import KEPT_DTYPE, PLAIN, instance
 from contrastile.backends.cupy.launch import empty, launch, pointer, row_stride
@@ -48,7 +48,7 @@ def rows_to_keep(tiles: Tiles, options: Options) -> int:
 
 def size_of(rows: int, n: int) -> int:
     """Bytes of what is kept of so many rows of a block of n columns."""
-    return 2 * rows * kept_stride(n) + plan_bytes() if rows else 0
+    return 2 * rows * kept_stride(n) + PLAN_BYTES if rows else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class KeptExponentials:
         """What was kept of a block of n columns; None for None."""
         if memory is None:
             return None
-        size = memory.shape[0] - plan_bytes()
+        size = memory.shape[0] - PLAN_BYTES
         exponentials = memory[:size].view(KEPT_DTYPE).reshape(-1, kept_stride(n))[:, :n]
         return KeptExponentials(memory, exponentials, memory[size:])
 

@@ -152,7 +152,11 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class TilePairs:
-    """Which pairs of a tile count. Equal ids are never read where an index already decides the pair."""
+    """Which pairs of a tile count. Equal ids are never read where an index already decides the pair.
+
+    Attributes:
+        matched: the positive pairs that equal ids name, (tr, tc) bool; None where the tile has none.
+    """
 
     def __init__(
         self,
@@ -169,7 +173,7 @@ class TilePairs:
         self._row_limits = None if pairs.row_limits is None else cut(pairs.row_limits, rows)[:, None]
         self._column_limits = None if pairs.column_limits is None else cut(pairs.column_limits, columns)
         self._dropped: torch.Tensor | None = None
-        self._matched: torch.Tensor | None = None
+        self.matched: torch.Tensor | None = None
         if pairs.row_ids is None or pairs.column_ids is None:
             return
         mine, theirs = cut(pairs.row_ids, rows), cut(pairs.column_ids, columns)
@@ -181,7 +185,7 @@ class TilePairs:
             # most tiles hold no equal ids; of bytes the maximum is found many times as fast as of truth values
             if not sync or bool(equal.view(torch.uint8).max()):
                 self._dropped = equal if pairs.match == "drop" else None
-                self._matched = equal if pairs.match == "target" else None
+                self.matched = equal if pairs.match == "target" else None
 
     def silence(self, x: torch.Tensor, value: float) -> None:
         """Write ``value`` over every pair that is not admitted. x: (tr, tc)."""
@@ -197,21 +201,16 @@ class TilePairs:
         """
         x, unit = (x, LOG2_E) if self._guide is None else (self._guide(), 1.0)
         rows, columns = (None if y is None else x > y * unit for y in (self._row_limits, self._column_limits))
-        if self._matched is not None:
-            rows, columns = (None if y is None else y.logical_and_(~self._matched) for y in (rows, columns))
+        if self.matched is not None:
+            rows, columns = (None if y is None else y.logical_and_(~self.matched) for y in (rows, columns))
         return rows, columns
 
     def hide_positives(self, x: torch.Tensor, value: float) -> None:
         """Write ``value`` over every positive pair. x: (tr, tc)."""
         if self._positive is not None:
             self._positive.write(x, value)
-        if self._matched is not None:
-            x.masked_fill_(self._matched, value)
-
-    @property
-    def matched(self) -> torch.Tensor | None:
-        """The positive pairs that equal ids name, (tr, tc) bool; None where the tile has none."""
-        return self._matched
+        if self.matched is not None:
+            x.masked_fill_(self.matched, value)
 
     def note_named(self, x: torch.Tensor, logits: torch.Tensor) -> None:
         """Write to each row whose positive an index names in this tile that pair's element of x. logits: (tr,)."""
@@ -222,9 +221,9 @@ class TilePairs:
         """Change the sign of every positive pair. x: (tr, tc)."""
         if self._positive is not None:
             self._positive.negate(x)
-        if self._matched is not None:
+        if self.matched is not None:
             torch.neg(x, out=spare)
-            torch.where(self._matched, spare, x, out=x)
+            torch.where(self.matched, spare, x, out=x)
 
     def set_named(self, g: torch.Tensor, value: torch.Tensor) -> None:
         """Write each row's value at the pair that an index names. g: (tr, tc); value: (tr,)."""
@@ -235,10 +234,10 @@ class TilePairs:
         self, g: torch.Tensor, row_term: torch.Tensor, column_term: torch.Tensor | None, spare: torch.Tensor
     ) -> None:
         """Subtract ``row_term_i + column_term_j`` from every pair of equal ids. g: (tr, tc); terms: (tr,) and (tc,)."""
-        if self._matched is not None:
+        if self.matched is not None:
             if column_term is None:
                 torch.sub(g, row_term[:, None], out=spare)
             else:
                 torch.add(row_term[:, None], column_term, out=spare)
                 torch.sub(g, spare, out=spare)
-            torch.where(self._matched, spare, g, out=g)
+            torch.where(self.matched, spare, g, out=g)

@@ -11,6 +11,11 @@ struct float16 {
     unsigned short bits;
 };
 
+template <class T>
+constexpr bool IS_BFLOAT16 = false;
+template <>
+constexpr bool IS_BFLOAT16<bfloat16> = true;
+
 __device__ __forceinline__ float widen(bfloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
 
 __device__ __forceinline__ float widen(float16 x) {
@@ -23,42 +28,27 @@ __device__ __forceinline__ float widen(float x) { return x; }
 
 // Rounded to nearest even; NaN stays NaN, what is too large becomes infinite.
 template <class T>
-__device__ __forceinline__ T narrow(float x);
-
-template <>
-__device__ __forceinline__ bfloat16 narrow<bfloat16>(float x) {
-    bfloat16 y;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
-    return y;
-}
-
-template <>
-__device__ __forceinline__ float16 narrow<float16>(float x) {
-    float16 y;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
-    return y;
-}
-
-template <>
-__device__ __forceinline__ float narrow<float>(float x) {
-    return x;
+__device__ __forceinline__ T narrow(float x) {
+    if constexpr (sizeof(T) == 4) {
+        return x;
+    } else {
+        T y;
+        if constexpr (IS_BFLOAT16<T>)
+            asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+        else
+            asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+        return y;
+    }
 }
 
 // Two of them in one 32-bit word, the first in the low half, as the tensor cores and 4-byte stores take them.
 template <class T>
-__device__ __forceinline__ unsigned narrow_pair(float low, float high);
-
-template <>
-__device__ __forceinline__ unsigned narrow_pair<bfloat16>(float low, float high) {
+__device__ __forceinline__ unsigned narrow_pair(float low, float high) {
     unsigned y;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-    return y;
-}
-
-template <>
-__device__ __forceinline__ unsigned narrow_pair<float16>(float low, float high) {
-    unsigned y;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    if constexpr (IS_BFLOAT16<T>)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
 }
 

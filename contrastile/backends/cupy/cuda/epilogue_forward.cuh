@@ -12,18 +12,6 @@ namespace contrastile {
 // A spread at which no term that is subtracted from its maximum is flushed: 2^-100 is far above 2^-126.
 constexpr float SPREAD = 100.0f;
 
-// Sums of four lanes of a row.
-__device__ __forceinline__ float row_total(float x) {
-    x += across(x, 1);
-    return x + across(x, 2);
-}
-
-__device__ __forceinline__ TwoPart row_total(TwoPart x) {
-    x.add(across(x, 1));
-    x.add(across(x, 2));
-    return x;
-}
-
 // One step of summing lists across lanes: lanes that differ in `bit` trade halves, so that each keeps HALF sums of two.
 // The upper lane keeps the upper half.
 template <int HALF, int SIZE>
@@ -82,10 +70,7 @@ __device__ __forceinline__ void shared_sums(const float (&dot)[STRIPS][4 * GROUP
 #pragma unroll
     for (int i = 0; i < GROUPS / 8; ++i)
         *reinterpret_cast<float2*>(mine + 8 * i) = make_float2(list[2 * i], list[2 * i + 1]);
-#pragma unroll
-    for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-        for (int q = 0; q < 2; ++q) row[s][q] = row_total(row[s][q]);
+    each_row<STRIPS>([&](int s, int q) { row[s][q] = row_total(row[s][q]); });
 }
 
 // The same sums, each exponential handed on as it is made, rounded to T: sink(strip, pair, values), values[2 h + q] being
@@ -129,10 +114,7 @@ __device__ __forceinline__ void shared_sums_kept(const float (&dot)[STRIPS][4 * 
     for (int i = 0; i < GROUPS / 8; ++i)
         *reinterpret_cast<float2*>(column + 8 * (first + 2 * i) + 2 * (lane & 3)) =
             make_float2(list[2 * i], list[2 * i + 1]);
-#pragma unroll
-    for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-        for (int q = 0; q < 2; ++q) row[s][q] = row_total(row[s][q]);
+    each_row<STRIPS>([&](int s, int q) { row[s][q] = row_total(row[s][q]); });
 }
 
 // The dot of the larger logit. Written without a product with the scale, which the compiler would keep for all dots.
@@ -167,10 +149,9 @@ template <int STRIPS, int GROUPS, class L>
 __device__ __forceinline__ void own_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, int lane,
                                          float (&row)[STRIPS][2], float (&row_reference)[STRIPS][2], float* column,
                                          float* reference, const L& limits) {
-#pragma unroll
-    for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-        for (int q = 0; q < 2; ++q) row[s][q] = own_row_sum<GROUPS>(dot[s], s, q, scale, limits, row_reference[s][q]);
+    each_row<STRIPS>([&](int s, int q) {
+        row[s][q] = own_row_sum<GROUPS>(dot[s], s, q, scale, limits, row_reference[s][q]);
+    });
 #pragma unroll
     for (int i = 0; i < 2 * GROUPS; ++i) {
         const auto counted = [&](int s, int q) {
@@ -187,8 +168,7 @@ __device__ __forceinline__ void own_sums(const float (&dot)[STRIPS][4 * GROUPS],
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
             sum += exp2_fast(fmaf(counted(s, 0), scale, -top)) + exp2_fast(fmaf(counted(s, 1), scale, -top));
-#pragma unroll
-        for (int bit = 16; bit > 2; bit /= 2) sum += across(sum, bit);
+        sum = column_total(sum);
         if (lane < 4) {
             column[8 * (i / 2) + 2 * lane + i % 2] = sum;
             reference[8 * (i / 2) + 2 * lane + i % 2] = top;
@@ -225,10 +205,7 @@ __device__ __forceinline__ void guarded_sums(const float (&dot)[STRIPS][4 * GROU
     if (__all_sync(WHOLE_WARP, fabsf(scale) * (high - low) <= SPREAD)) {
         const float top = scale >= 0.0f ? high * scale : low * scale;
         shared_sums<STRIPS, GROUPS>(dot, scale, -top, lane, row, column, limits);
-#pragma unroll
-        for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-            for (int q = 0; q < 2; ++q) row_reference[s][q] = top;
+        each_row<STRIPS>([&](int s, int q) { row_reference[s][q] = top; });
         for (int i = lane; i < 8 * GROUPS; i += 32) reference[i] = top;
         return;
     }
@@ -272,19 +249,6 @@ __device__ __forceinline__ unsigned positives_of(const PairRow (&rows)[STRIPS][2
     return found;
 }
 
-// The sum over the lanes of a column, in all of them.
-__device__ __forceinline__ float column_total(float x) {
-#pragma unroll
-    for (int bit = 16; bit > 2; bit /= 2) x += across(x, bit);
-    return x;
-}
-
-__device__ __forceinline__ TwoPart column_total(TwoPart x) {
-#pragma unroll
-    for (int bit = 16; bit > 2; bit /= 2) x.add(across(x, bit));
-    return x;
-}
-
 // How many bits of each of four pairs of bits are set, a byte for each pair.
 __device__ __forceinline__ unsigned set_of_pairs(unsigned bits) {
     unsigned pairs = (bits & 0x55) + (bits >> 1 & 0x55);
@@ -317,14 +281,12 @@ __device__ __forceinline__ void positive_sums(const float (&dot)[STRIPS][4 * GRO
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
                     if (those & 1u << (4 * s + e)) {
-                        row[s][e >> 1].add(dot[s][4 * g + e]);
-                        sum[e & 1].add(dot[s][4 * g + e]);
+                        row[s][e >> 1] += dot[s][4 * g + e];
+                        sum[e & 1] += dot[s][4 * g + e];
                     }
 #pragma unroll
             for (int s = 0; s < STRIPS; s += 2) row_counts[s / 2] += set_of_pairs(those >> 4 * s);
-            count = __popc(those & 0x5555) | __popc(those & 0xaaaa) << 16;
-#pragma unroll
-            for (int bit = 16; bit > 2; bit /= 2) count += __shfl_xor_sync(WHOLE_WARP, count, bit);
+            count = column_total<unsigned>(__popc(those & 0x5555) | __popc(those & 0xaaaa) << 16);
             sum[0] = column_total(sum[0]);
             sum[1] = column_total(sum[1]);
         }
@@ -338,15 +300,12 @@ __device__ __forceinline__ void positive_sums(const float (&dot)[STRIPS][4 * GRO
     for (int s = 0; s < STRIPS; s += 2)
 #pragma unroll
         for (int bit = 1; bit < 4; bit *= 2) row_counts[s / 2] += __shfl_xor_sync(WHOLE_WARP, row_counts[s / 2], bit);
-#pragma unroll
-    for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-        for (int q = 0; q < 2; ++q) {
-            row[s][q] = row_total(row[s][q]);
-            row_dot[s][q] = row[s][q].high;
-            row_dot_low[s][q] = row[s][q].rest();
-            row_count[s][q] = static_cast<float>(row_counts[s / 2] >> 8 * (2 * (s % 2) + q) & 0xff);
-        }
+    each_row<STRIPS>([&](int s, int q) {
+        row[s][q] = row_total(row[s][q]);
+        row_dot[s][q] = row[s][q].high;
+        row_dot_low[s][q] = row[s][q].rest();
+        row_count[s][q] = static_cast<float>(row_counts[s / 2] >> 8 * (2 * (s % 2) + q) & 0xff);
+    });
 }
 
 // Sums of 2^(x - reference) over positive pairs (TARGET): SAFE each against its own maximum, else -reference is `shift`,
@@ -423,10 +382,7 @@ __device__ __forceinline__ void positive_powers(const float (&dot)[STRIPS][4 * G
             if (SAFE) *reinterpret_cast<float2*>(reference + 8 * g + 2 * lane) = make_float2(top[0], top[1]);
         }
     }
-#pragma unroll
-    for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-        for (int q = 0; q < 2; ++q) row[s][q] = row_total(row[s][q]);
+    each_row<STRIPS>([&](int s, int q) { row[s][q] = row_total(row[s][q]); });
 }
 
 }  // namespace contrastile

@@ -87,12 +87,12 @@ __device__ __forceinline__ void write_sums(const ForwardStorage& storage, const 
 __device__ __forceinline__ void write_dots(const ForwardStorage& storage, const ForwardArguments& a, Tile at) {
     const int line = threadIdx.x, side = line / WARP_SIDE, column = line % WARP_SIDE;
     TwoPart row = {storage.rows[0][0][line], storage.rows[2][0][line]};
-    row.add(TwoPart{storage.rows[0][1][line], storage.rows[2][1][line]});
+    row += TwoPart{storage.rows[0][1][line], storage.rows[2][1][line]};
     write_row(a.rows.dots, a, at, row.high);
     write_row(a.rows.dots_low, a, at, row.rest());
     if (a.columns.sums == nullptr) return;
     TwoPart found = {storage.sums[side][column], storage.lows[side][column]};
-    found.add(TwoPart{storage.sums[2 + side][column], storage.lows[2 + side][column]});
+    found += TwoPart{storage.sums[2 + side][column], storage.lows[2 + side][column]};
     write_column(a.columns.dots, a, at, found.high);
     write_column(a.columns.dots_low, a, at, found.rest());
 }

@@ -87,14 +87,11 @@ struct ForwardEpilogue {
     // One row in hand at a time: nothing spills.
     __device__ __forceinline__ void hide_positives(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile,
                                                    int lane) const {
-#pragma unroll
-        for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-            for (int q = 0; q < 2; ++q) {
-                const int row = row_in_tile(warp, lane, s, q);
-                const int column = storage.pairs.named(arguments.pairs, arguments.chunk, tile, row).x;
-                hide_positive<GROUPS>(acc[s], q, column - 2 * (lane & 3), nothing(alpha));
-            }
+        each_row<STRIPS>([&](int s, int q) {
+            const int row = row_in_tile(warp, lane, s, q);
+            const int column = storage.pairs.named(arguments.pairs, arguments.chunk, tile, row).x;
+            hide_positive<GROUPS>(acc[s], q, column - 2 * (lane & 3), nothing(alpha));
+        });
     }
 
     __device__ __forceinline__ void write_sums(const float (&row)[STRIPS][2], const float (&reference)[STRIPS][2],
@@ -135,15 +132,13 @@ struct ForwardEpilogue {
         PairRow rows[STRIPS][2];
         bool inside[STRIPS][2];
         const int first = 2 * (lane & 3), columns = chunk.width - tile.column - first;
-#pragma unroll
-        for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-            for (int q = 0; q < 2; ++q) {
-                const int row = row_in_tile(warp, lane, s, q);
-                inside[s][q] = tile.row + row < chunk.height;
-                rows[s][q] = PairRow{-1, -1, 0};
-                if (MASK >= EXCLUSIONS) rows[s][q] = storage.pairs.row(storage.pairs.named(arguments.pairs, chunk, tile, row), row, first);
-            }
+        each_row<STRIPS>([&](int s, int q) {
+            const int row = row_in_tile(warp, lane, s, q);
+            inside[s][q] = tile.row + row < chunk.height;
+            rows[s][q] = PairRow{-1, -1, 0};
+            if (MASK >= EXCLUSIONS)
+                rows[s][q] = storage.pairs.row(storage.pairs.named(arguments.pairs, chunk, tile, row), row, first);
+        });
         const long long* ids = storage.pairs.ids(first);
         if (MASK == TARGET && touched) add_positives(acc, rows, inside, ids, columns, tile);
 #pragma unroll
@@ -167,7 +162,7 @@ struct ForwardEpilogue {
                 TwoPart sum;
 #pragma unroll
                 for (int w = 0; w < CONSUMER_WARPS; ++w)
-                    sum.add(TwoPart{storage.sums[w][column], storage.lows[w][column]});
+                    sum += TwoPart{storage.sums[w][column], storage.lows[w][column]};
                 arguments.columns.dots[at] = sum.high;
                 arguments.columns.dots_low[at] = sum.rest();
                 arguments.columns.counts[at] = joined(storage.others, column);

@@ -9,42 +9,25 @@ namespace contrastile {
 namespace narrow_rows {
 
 template <class T, int MASK>
-struct ForwardConsumer : Consumer<T, MASK, Shared<ColumnIds<MASK>, RowPairs>> {
-    using L = Shared<ColumnIds<MASK>, RowPairs>;
-    using Base = Consumer<T, MASK, L>;
-    using Base::lane, Base::row_of, Base::in_chunk;
+struct ForwardConsumer : Consumer<T, MASK, ColumnIds<MASK>, RowPairs> {
+    using Base = Consumer<T, MASK, ColumnIds<MASK>, RowPairs>;
+    using Base::lane, Base::shares, Base::stages, Base::row_of, Base::in_chunk;
 
     const NarrowForwardArguments& a;
-    const Shares& shares;
-    const ColumnIds<MASK>* stages;
-    RowPairs& rows;
     const float alpha, shift;
 
-    __device__ __forceinline__ ForwardConsumer(const Base& of, const NarrowForwardArguments& a_, const Shares& shares_,
-                                               const ColumnIds<MASK>* stages_, RowPairs& rows_)
-        : Base(of),
-          a(a_),
-          shares(shares_),
-          stages(stages_),
-          rows(rows_),
-          alpha(usable_scale(a_.forward.plan->alpha)),
-          shift(-a_.forward.plan->reference) {}
-
-    __device__ __forceinline__ void run() {
-        Cursor<STAGES> at;
-        each_segment(shares, [&](const Segment& s) { part_of_row(s, at); });
-    }
-
-  private:
     // Of the thread's share of one of its rows; by ids also sums over positives.
     struct Sums {
         double negatives = 0.0, positives = 0.0, dots = 0.0;
         int count = 0;
     };
 
+    __device__ __forceinline__ ForwardConsumer(const Base& of, const NarrowForwardArguments& a_)
+        : Base(of), a(a_), alpha(usable_scale(a_.forward.plan->alpha)), shift(-a_.forward.plan->reference) {}
+
     __device__ __forceinline__ void part_of_row(const Segment& s, Cursor<STAGES>& now) {
         const Chunk& chunk = a.forward.chunk;
-        this->fetch_rows(s, a.forward.pairs, chunk, rows, [](int, long long, bool) {});
+        this->fetch_rows(s, a.forward.pairs, chunk, [](int, long long, bool) {});
         Sums sums[2];
         this->wait_for_rows(s);
         for (int tile = s.first; tile < s.last; ++tile) {
@@ -53,7 +36,7 @@ struct ForwardConsumer : Consumer<T, MASK, Shared<ColumnIds<MASK>, RowPairs>> {
             products_begin();
             this->begin_logits(this->rows_at(s), now.stage, x);
             const ColumnIds<MASK>& of = stages[now.stage];
-            const bool masked = this->touched(of, rows, tile, chunk.width);
+            const bool masked = this->touched(of, tile, chunk.width);
             products_done<0>();
             if (masked)
                 add_masked(x, of, tile, sums);
@@ -82,7 +65,7 @@ struct ForwardConsumer : Consumer<T, MASK, Shared<ColumnIds<MASK>, RowPairs>> {
         const int left = a.forward.chunk.width - tile * SIDE - 2 * (lane & 3);  // columns from the thread's first on
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
-            const PairRow pair = this->pair_row(rows, q, tile);
+            const PairRow pair = this->pair_row(q, tile);
             float negatives = 0.0f, positives = 0.0f;
 #pragma unroll
             for (int group = 0; group < NARROW_COLUMNS / 8; ++group) {
@@ -107,13 +90,6 @@ struct ForwardConsumer : Consumer<T, MASK, Shared<ColumnIds<MASK>, RowPairs>> {
         }
     }
 
-    // The sum over the four lanes of a row.
-    template <class Number>
-    static __device__ __forceinline__ Number of_row(Number x) {
-        x += __shfl_xor_sync(WHOLE_WARP, x, 1);
-        return x + __shfl_xor_sync(WHOLE_WARP, x, 2);
-    }
-
     __device__ __forceinline__ void put(const Sums (&sums)[2], const Segment& s) const {
         const Partials& out = a.forward.rows;
         const long long first = shares.block_of(s.row * shares.columns);
@@ -122,10 +98,10 @@ struct ForwardConsumer : Consumer<T, MASK, Shared<ColumnIds<MASK>, RowPairs>> {
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
             const int row = in_chunk(s, row_of(q));
-            const double negatives = of_row(sums[q].negatives);
-            const double positives = MASK == TARGET ? of_row(sums[q].positives) : 0.0;
-            const double dots = MASK == TARGET ? of_row(sums[q].dots) : 0.0;
-            const int count = MASK == TARGET ? of_row(sums[q].count) : 0;
+            const double negatives = row_total(sums[q].negatives);
+            const double positives = MASK == TARGET ? row_total(sums[q].positives) : 0.0;
+            const double dots = MASK == TARGET ? row_total(sums[q].dots) : 0.0;
+            const int count = MASK == TARGET ? row_total(sums[q].count) : 0;
             if (row >= a.forward.chunk.height || lane % 4 != 0) continue;
             for (int p = part; p < (ends ? a.parts : part + 1); ++p) {
                 const long long at = p * out.stride + row;
@@ -149,16 +125,11 @@ __global__ void __launch_bounds__(PIPELINE_THREADS, 1)
     narrow_forward_sm90(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
                         const __grid_constant__ NarrowForwardArguments a) {
     using namespace narrow_rows;
-    using Columns = ColumnIds<MASK>;
     const ForwardArguments& f = a.forward;
     if (f.plan->status != 0) return;  // forward_sm90's work
-    const Shares shares(f.chunk, a.blocks);
-    run<Columns, RowPairs>(
-        rows, columns, f.chunk, shares,
-        [&](Columns& to, int tile, int lane) { to.bring(f.pairs, f.chunk, tile, lane); },
-        [&](unsigned base, const Columns* stages, RowPairs& of, int consumer, int warp, int lane) {
-            ForwardConsumer<T, MASK>({base, consumer, warp, lane}, a, shares, stages, of).run();
-        });
+    run<ForwardConsumer<T, MASK>>(rows, columns, f.chunk, a, [&](ColumnIds<MASK>& to, int tile, int lane) {
+        to.bring(f.pairs, f.chunk, tile, lane);
+    });
 }
 
 }  // namespace contrastile

@@ -47,37 +47,23 @@ __device__ __forceinline__ long long slot(const Shares& shares, long long block,
 }
 
 template <class T, int MASK>
-struct GradientConsumer : Consumer<T, MASK, Shared<GradientColumns<MASK>, GradientRows>> {
-    using L = Shared<GradientColumns<MASK>, GradientRows>;
-    using Base = Consumer<T, MASK, L>;
-    using Base::base, Base::lane, Base::row_of, Base::in_chunk;
+struct GradientConsumer : Consumer<T, MASK, GradientColumns<MASK>, GradientRows> {
+    using Base = Consumer<T, MASK, GradientColumns<MASK>, GradientRows>;
+    using Base::base, Base::lane, Base::shares, Base::stages, Base::rows, Base::row_of, Base::in_chunk;
+    using L = typename Base::L;
 
     const NarrowGradientArguments& a;
-    const Shares& shares;
-    const GradientColumns<MASK>* stages;
-    GradientRows& rows;
     const int exponent;
     const float alpha, reference;
     float first[2], weight[2];  // of the thread's two rows
 
-    __device__ __forceinline__ GradientConsumer(const Base& of, const NarrowGradientArguments& a_,
-                                                const Shares& shares_, const GradientColumns<MASK>* stages_,
-                                                GradientRows& rows_)
+    __device__ __forceinline__ GradientConsumer(const Base& of, const NarrowGradientArguments& a_)
         : Base(of),
           a(a_),
-          shares(shares_),
-          stages(stages_),
-          rows(rows_),
           exponent(exponent_of(a_.gradient)),
           alpha(a_.gradient.plan->alpha),
           reference(a_.gradient.plan->reference) {}
 
-    __device__ __forceinline__ void run() {
-        Cursor<STAGES> at;
-        each_segment(shares, [&](const Segment& s) { part_of_row(s, at); });
-    }
-
-  private:
     __device__ __forceinline__ void fetch(const Segment& s) {
         const GradientArguments& g = a.gradient;
 #pragma unroll
@@ -87,7 +73,7 @@ struct GradientConsumer : Consumer<T, MASK, Shared<GradientColumns<MASK>, Gradie
             first[q] = side.first;
             weight[q] = side.weight;
         }
-        this->fetch_rows(s, g.pairs, g.chunk, rows, [&](int row, long long i, bool inside) {
+        this->fetch_rows(s, g.pairs, g.chunk, [&](int row, long long i, bool inside) {
             if (MASK == TARGET)
                 rows.taken[row] = inside ? g.row.taken[i] : 0.0f;
             else
@@ -124,7 +110,7 @@ struct GradientConsumer : Consumer<T, MASK, Shared<GradientColumns<MASK>, Gradie
             products_begin();
             this->begin_logits(this->rows_at(s), now.stage, x);
             begin_sums(g, before, tile > s.first, sums);
-            const bool masked = this->touched(stages[now.stage], rows, tile, a.gradient.chunk.width);
+            const bool masked = this->touched(stages[now.stage], tile, a.gradient.chunk.width);
             products_done<1>();
             if (tile < s.last) make(x, s, tile, now.stage, masked, next);
             products_done<0>();
@@ -177,7 +163,7 @@ struct GradientConsumer : Consumer<T, MASK, Shared<GradientColumns<MASK>, Gradie
         PairRow pair[2];
         if (MASKED)
 #pragma unroll
-            for (int q = 0; q < 2; ++q) pair[q] = this->pair_row(rows, q, tile);
+            for (int q = 0; q < 2; ++q) pair[q] = this->pair_row(q, tile);
 #pragma unroll
         for (int part = 0; part < PARTS; ++part)
 #pragma unroll
@@ -250,16 +236,11 @@ __global__ void __launch_bounds__(PIPELINE_THREADS, 1)
     narrow_gradient_sm90(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
                          const __grid_constant__ NarrowGradientArguments a) {
     using namespace narrow_rows;
-    using Columns = GradientColumns<MASK>;
     const GradientArguments& g = a.gradient;
-    const Shares shares(g.chunk, a.blocks);
     const int exponent = exponent_of(g);
-    run<Columns, GradientRows>(
-        rows, columns, g.chunk, shares,
-        [&](Columns& to, int tile, int lane) { to.bring(g, exponent, tile, lane); },
-        [&](unsigned base, const Columns* stages, GradientRows& of, int consumer, int warp, int lane) {
-            GradientConsumer<T, MASK>({base, consumer, warp, lane}, a, shares, stages, of).run();
-        });
+    run<GradientConsumer<T, MASK>>(rows, columns, g.chunk, a, [&](GradientColumns<MASK>& to, int tile, int lane) {
+        to.bring(g, exponent, tile, lane);
+    });
 }
 
 // Sums of tile rows that several blocks share, added in the order of the blocks. A thread takes one feature of a row.

@@ -146,18 +146,25 @@ __device__ __forceinline__ void produce_vectors(unsigned base, Columns* stages, 
 }
 
 // What both kernels' consumers do: 64 rows of each tile.
-template <class T, int MASK, class L>
+template <class T, int MASK, class ColumnsOfStage, class RowsOfConsumer>
 struct Consumer {
     static constexpr bool IDS = MASK >= DROP;
+    using Columns = ColumnsOfStage;
+    using Rows = RowsOfConsumer;
+    using L = Shared<Columns, Rows>;
 
     unsigned base;  // shared memory
     int consumer, warp, lane;
+    const Shares& shares;
+    const Columns* stages;
+    Rows& rows;
     // of the tile row at hand
     int named;           // of one of the warp's rows: the column of its positive (lanes under 16) or exclusion
     unsigned low, high;  // least and largest folded id of the warp's rows
 
-    __device__ __forceinline__ Consumer(unsigned base_, int consumer_, int warp_, int lane_)
-        : base(base_), consumer(consumer_), warp(warp_), lane(lane_) {}
+    __device__ __forceinline__ Consumer(unsigned base_, int consumer_, int warp_, int lane_, const Shares& shares_,
+                                        const Columns* stages_, Rows& rows_)
+        : base(base_), consumer(consumer_), warp(warp_), lane(lane_), shares(shares_), stages(stages_), rows(rows_) {}
 
     // The thread's row q of this consumer's.
     __device__ __forceinline__ int row_of(int q) const { return 16 * warp + lane / 4 + 8 * q; }
@@ -169,8 +176,7 @@ struct Consumer {
 
     // more(row, its number in the block, whether it is in the chunk): what else there is to fetch of each row.
     template <class More>
-    __device__ __forceinline__ void fetch_rows(const Segment& s, const PairVectors& pairs, const Chunk& chunk,
-                                               RowPairs& rows, More more) {
+    __device__ __forceinline__ void fetch_rows(const Segment& s, const PairVectors& pairs, const Chunk& chunk, More more) {
         consumer_sync(consumer);  // all have left the row before
         const int mine = consumer_thread();
         if (mine < CONSUMER_ROWS) {
@@ -199,7 +205,7 @@ struct Consumer {
 
     // Whether a pair of this warp's rows and of the tile is masked or positive. It may be a false alarm: ids are compared
     // folded to 32 bits. Ids that are sorted, as labels are, tell most tiles apart by their ranges.
-    __device__ __forceinline__ bool touched(const ColumnIds<MASK>& of, const RowPairs& rows, int tile, int width) const {
+    __device__ __forceinline__ bool touched(const ColumnIds<MASK>& of, int tile, int width) const {
         bool found = static_cast<unsigned>(named - tile * SIDE) < SIDE;
         if constexpr (IDS)
             if (of.low <= high && of.high >= low) {
@@ -218,7 +224,7 @@ struct Consumer {
 
     // What is known of the thread's row q, for columns from its first of a tile on. Columns of other tiles are no 8 g + c
     // of this.
-    __device__ __forceinline__ PairRow pair_row(const RowPairs& rows, int q, int tile) const {
+    __device__ __forceinline__ PairRow pair_row(int q, int tile) const {
         const int row = row_of(q), start = tile * SIDE + 2 * (lane & 3);
         return {rows.positive[row] < 0 ? -1 : rows.positive[row] - start,
                 rows.excluded[row] < 0 ? -1 : rows.excluded[row] - start, IDS ? rows.id[row] : 0};
@@ -259,12 +265,15 @@ struct Consumer {
     }
 };
 
-// The whole kernel. bring as of produce_vectors, by (vectors, tile, lane); work(base, memory, consumer, warp of the consumer,
-// lane) is a consumer.
-template <class Columns, class Rows, class Bring, class Work>
+// The whole kernel. Worker: a Consumer, made of one and of the arguments, that has part_of_row(segment, stage). bring as of
+// produce_vectors, by (vectors, tile, lane).
+template <class Worker, class Arguments, class Bring>
 __device__ __forceinline__ void run(const TensorMap& rows, const TensorMap& columns, const Chunk& chunk,
-                                    const Shares& shares, Bring bring, Work work) {
-    using L = Shared<Columns, Rows>;
+                                    const Arguments& arguments, Bring bring) {
+    using Columns = typename Worker::Columns;
+    using Rows = typename Worker::Rows;
+    using L = typename Worker::L;
+    const Shares shares(chunk, arguments.blocks);
     extern __shared__ unsigned char dynamic[];
     unsigned char* memory = dynamic + (-shared_address(dynamic) & (SWIZZLE_ATOM - 1));
     const unsigned base = shared_address(memory);
@@ -291,7 +300,10 @@ __device__ __forceinline__ void run(const TensorMap& rows, const TensorMap& colu
     } else {
         take_registers<OF_CONSUMERS>();
         const int consumer = warp / CONSUMER_WARPS - 1;
-        work(base, vectors, reinterpret_cast<Rows*>(memory + L::ROWS_AT)[consumer], consumer, warp % CONSUMER_WARPS, lane);
+        Rows& own = reinterpret_cast<Rows*>(memory + L::ROWS_AT)[consumer];
+        Worker worker({base, consumer, warp % CONSUMER_WARPS, lane, shares, vectors, own}, arguments);
+        Cursor<STAGES> at;
+        each_segment(shares, [&](const Segment& s) { worker.part_of_row(s, at); });
     }
 }
 

@@ -26,15 +26,15 @@ struct TwoPart {
     float high = 0.0f, low = 0.0f;
 
     // Knuth's two-sum. An infinite sum loses nothing that is a number.
-    __device__ __forceinline__ void add(float x) {
+    __device__ __forceinline__ void operator+=(float x) {
         const float sum = high + x, seen = sum - high;
         low += (high - (sum - seen)) + (x - seen);
         high = sum;
     }
 
-    __device__ __forceinline__ void add(TwoPart x) {
+    __device__ __forceinline__ void operator+=(TwoPart x) {
         low += x.low;
-        add(x.high);
+        *this += x.high;
     }
 
     __device__ __forceinline__ float rest() const { return fabsf(high) < infinity() ? low : 0.0f; }
@@ -45,12 +45,15 @@ __device__ __forceinline__ float exact_power(float dot, float scale, float shift
     TwoPart exponent;
     exponent.high = __fmul_rn(dot, scale);
     exponent.low = fmaf(dot, scale, -exponent.high);
-    exponent.add(shift);
+    exponent += shift;
     return exp2_fast(exponent.high) * fmaf(exponent.low, static_cast<float>(LN2), 1.0f);
 }
 
 // The value of the lane that differs in `bit`.
-__device__ __forceinline__ float across(float x, int bit) { return __shfl_xor_sync(WHOLE_WARP, x, bit); }
+template <class T>
+__device__ __forceinline__ T across(T x, int bit) {
+    return __shfl_xor_sync(WHOLE_WARP, x, bit);
+}
 
 __device__ __forceinline__ TwoPart across(TwoPart x, int bit) { return {across(x.high, bit), across(x.low, bit)}; }
 

@@ -146,10 +146,7 @@ struct alignas(16) PairStorage {
             Limits<STRIPS> found;
             found.alpha = alpha;
             found.columns = column_limits + 2 * (lane & 3);
-#pragma unroll
-            for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-                for (int q = 0; q < 2; ++q) found.rows[s][q] = row_limits[row_in_tile(warp, lane, s, q)];
+            each_row<STRIPS>([&](int s, int q) { found.rows[s][q] = row_limits[row_in_tile(warp, lane, s, q)]; });
             return found;
         } else {
             return NoLimits{};

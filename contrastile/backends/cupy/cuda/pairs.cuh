@@ -26,6 +26,31 @@ enum Mask {
 template <int MASK>
 constexpr bool LIMITED = MASK == LIMITS || MASK == DROP_LIMITS;
 
+// act(s, q) for each of a thread's rows.
+template <int STRIPS, class Act>
+__device__ __forceinline__ void each_row(Act act) {
+#pragma unroll
+    for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+        for (int q = 0; q < 2; ++q) act(s, q);
+}
+
+// The sum over the four lanes of a row, in all of them.
+template <class T>
+__device__ __forceinline__ T row_total(T x) {
+    x += across(x, 1);
+    x += across(x, 2);
+    return x;
+}
+
+// The sum over the lanes of a column, in all of them.
+template <class T>
+__device__ __forceinline__ T column_total(T x) {
+#pragma unroll
+    for (int bit = 16; bit > 2; bit /= 2) x += across(x, bit);
+    return x;
+}
+
 // What a thread knows of one of its rows. A column that is no 8 g + c means that there is none here.
 struct PairRow {
     int positive;

@@ -53,7 +53,6 @@ struct Place {
 
 // Clusters of two blocks take pairs of tile rows. Bands of `band` pairs are walked down first, then across, so that
 // clusters at work at the same time share columns and rows in the L2 cache.
-template <int BM, int BN>
 struct Walk {
     unsigned row_pairs, band, band_tiles, clusters, first, rank;
     int count;
@@ -79,7 +78,6 @@ struct Walk {
         return {static_cast<int>((2 * pair + rank) * BM), static_cast<int>(across * BN)};
     }
 };
-
 
 // Shared memory of a block: the ring, the epilogue's storage, the barriers.
 template <int STAGES, int STORAGE_BYTES>
@@ -115,10 +113,6 @@ template <int STAGES>
 struct Ring {
     unsigned base, full, empty;
 
-    template <class L>
-    static __device__ __forceinline__ Ring at(unsigned base) {
-        return {base, base + L::BARRIERS_AT, base + L::BARRIERS_AT + 8 * STAGES};
-    }
     __device__ __forceinline__ unsigned rows(int stage) const { return base + stage * BM * BK * 2; }
     __device__ __forceinline__ unsigned columns(int stage) const {
         return base + STAGES * BM * BK * 2 + stage * BN * BK * 2;
@@ -127,7 +121,7 @@ struct Ring {
 
 template <int STAGES>
 __device__ __forceinline__ void produce(const Ring<STAGES>& ring, const TensorMap& rows, const TensorMap& columns,
-                                        const Chunk& chunk, int steps, const Walk<BM, BN>& walk) {
+                                        const Chunk& chunk, int steps, const Walk& walk) {
     Cursor<STAGES> at;
     at.parity = 1;  // the phase before the first counts as complete: the ring starts empty
     const int row0 = static_cast<int>(chunk.row);
@@ -175,7 +169,7 @@ __device__ __forceinline__ int multiply(const Ring<STAGES>& ring, Cursor<STAGES>
 
 template <class T, int STAGES, class Epilogue>
 __device__ __forceinline__ void consume(const Ring<STAGES>& ring, int consumer, int lane, int steps,
-                                        const Walk<BM, BN>& walk, Place& upcoming, Epilogue& epilogue) {
+                                        const Walk& walk, Place& upcoming, Epilogue& epilogue) {
     Cursor<STAGES> at;
     if (consumer == 1) at.skip(steps);
     Place tile = walk.at(consumer);
@@ -210,7 +204,8 @@ __device__ __forceinline__ void run_pipeline(const TensorMap& rows, const Tensor
     using L = Layout<STAGES, Epilogue::STORAGE_BYTES>;
     extern __shared__ unsigned char dynamic[];
     unsigned char* memory = dynamic + (-shared_address(dynamic) & (SWIZZLE_ATOM - 1));
-    const Ring<STAGES> ring = Ring<STAGES>::template at<L>(shared_address(memory));
+    const unsigned base = shared_address(memory), barriers = base + L::BARRIERS_AT;
+    const Ring<STAGES> ring{base, barriers, barriers + 8 * STAGES};
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
     if (threadIdx.x == 0) {
@@ -221,7 +216,7 @@ __device__ __forceinline__ void run_pipeline(const TensorMap& rows, const Tensor
         publish_barriers();
     }
     cluster_sync();
-    const Walk<BM, BN> walk(arguments.chunk, arguments.features.band, cluster_rank());
+    const Walk walk(arguments.chunk, arguments.features.band, cluster_rank());
     const int steps = (arguments.features.depth + BK - 1) / BK;
     if (warp < CONSUMER_WARPS) {
         give_registers<PRODUCER_REGISTERS>();

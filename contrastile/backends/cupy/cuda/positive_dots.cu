@@ -30,23 +30,10 @@ __device__ __forceinline__ unsigned word(const T* line, long long first, long lo
 
 // Row x times column y, of one slice of 32 bytes: the words of a lane are those that ldmatrix would give it.
 template <class P>
-struct SliceOf;
-
-template <class T>
-struct SliceOf<Half<T>> {
-    static __device__ __forceinline__ void add(float (&to)[4], const unsigned (&x)[2], const unsigned (&y)[2]) {
-        const unsigned rows[4] = {x[0], 0u, x[1], 0u};
-        Half<T>::add(to, rows, y[0], y[1]);
-    }
-};
-
-template <>
-struct SliceOf<Tf32> {
-    static __device__ __forceinline__ void add(float (&to)[4], const unsigned (&x)[2], const unsigned (&y)[2]) {
-        const unsigned rows[4] = {tf32(__uint_as_float(x[0])), 0u, tf32(__uint_as_float(x[1])), 0u};
-        add_tf32(to, rows, tf32(__uint_as_float(y[0])), tf32(__uint_as_float(y[1])));
-    }
-};
+__device__ __forceinline__ void add_slice(float (&to)[4], const unsigned (&x)[2], const unsigned (&y)[2]) {
+    const unsigned rows[4] = {P::word(x[0]), 0u, P::word(x[1]), 0u};
+    P::add(to, rows, P::word(y[0]), P::word(y[1]));
+}
 
 // The dots of a warp's 8 pairs: lanes 4 p to 4 p + 3 give the lines of pair p. Of the 16 x 8 products of an instruction
 // the diagonal of the upper half is wanted: lane 4 p + p / 2 has that of pair p.
@@ -67,7 +54,7 @@ __device__ __forceinline__ float dot_of(const typename P::Type* x, const typenam
             column[half / 2][half % 2] = *reinterpret_cast<const unsigned*>(y + first);
         }
 #pragma unroll
-        for (int slice = 0; slice < AHEAD; ++slice) SliceOf<P>::add(sums, row[slice], column[slice]);
+        for (int slice = 0; slice < AHEAD; ++slice) add_slice<P>(sums, row[slice], column[slice]);
     }
 #pragma unroll 1
     for (; k < depth; k += SLICE) {
@@ -77,7 +64,7 @@ __device__ __forceinline__ float dot_of(const typename P::Type* x, const typenam
             row[0][half] = word(x, first, depth);
             column[0][half] = word(y, first, depth);
         }
-        SliceOf<P>::add(sums, row[0], column[0]);
+        add_slice<P>(sums, row[0], column[0]);
     }
     return lane / 4 % 2 ? sums[1] : sums[0];
 }

@@ -5,7 +5,7 @@
 // on tensor cores.
 #pragma once
 
-#include "numbers.cuh"
+#include "pairs.cuh"
 #include "stream_sm80.cuh"
 
 namespace contrastile {
@@ -70,11 +70,26 @@ struct Lines {
     }
 };
 
+// to += a b of 16 x 8.
+#define CONTRASTILE_MMA(shape, kind)                                                                         \
+    asm("mma.sync.aligned." shape ".row.col.f32." kind "." kind ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "  \
+        "{%8, %9}, {%0, %1, %2, %3};"                                                                        \
+        : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3])                                                 \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
 template <class T>
 struct Half {
     using Type = T;
 
-    static __device__ __forceinline__ void add(float* to, const unsigned (&a)[4], unsigned b0, unsigned b1);
+    // What the products read of a word of features.
+    static __device__ __forceinline__ unsigned word(unsigned two) { return two; }
+
+    static __device__ __forceinline__ void add(float* to, const unsigned (&a)[4], unsigned b0, unsigned b1) {
+        if constexpr (IS_BFLOAT16<T>)
+            CONTRASTILE_MMA("m16n8k16", "bf16");
+        else
+            CONTRASTILE_MMA("m16n8k16", "f16");
+    }
 
     template <int STAGES>
     static __device__ __forceinline__ void multiply(Stream<STAGES>& stream, int row_line, int column_line, int lane,
@@ -95,22 +110,6 @@ struct Half {
     }
 };
 
-template <>
-__device__ __forceinline__ void Half<bfloat16>::add(float* to, const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-template <>
-__device__ __forceinline__ void Half<float16>::add(float* to, const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // One chain of fused multiply-adds an element, in the order of the features.
 struct Ieee {
     using Type = float;
@@ -127,26 +126,21 @@ struct Ieee {
 #pragma unroll 1
         for (int piece = 0; piece < STEP_BYTES / 16; ++piece) {
             float4 a[STRIPS][2];
-#pragma unroll
-            for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-                for (int q = 0; q < 2; ++q)
-                    a[s][q] = four(rows + (16 * s + 8 * q) * STEP_BYTES + ((piece ^ (row & 7)) << 4));
+            each_row<STRIPS>([&](int s, int q) {
+                a[s][q] = four(rows + (16 * s + 8 * q) * STEP_BYTES + ((piece ^ (row & 7)) << 4));
+            });
 #pragma unroll
             for (int g = 0; g < GROUPS; ++g)
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     const float4 b = four(columns + (8 * g + c) * STEP_BYTES + ((piece ^ ((column + c) & 7)) << 4));
-#pragma unroll
-                    for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-                        for (int q = 0; q < 2; ++q) {
-                            float& sum = to[s][4 * g + 2 * q + c];
-                            sum = fmaf(a[s][q].x, b.x, sum);
-                            sum = fmaf(a[s][q].y, b.y, sum);
-                            sum = fmaf(a[s][q].z, b.z, sum);
-                            sum = fmaf(a[s][q].w, b.w, sum);
-                        }
+                    each_row<STRIPS>([&](int s, int q) {
+                        float& sum = to[s][4 * g + 2 * q + c];
+                        sum = fmaf(a[s][q].x, b.x, sum);
+                        sum = fmaf(a[s][q].y, b.y, sum);
+                        sum = fmaf(a[s][q].z, b.z, sum);
+                        sum = fmaf(a[s][q].w, b.w, sum);
+                    });
                 }
         }
     }
@@ -158,23 +152,20 @@ struct Ieee {
     }
 };
 
-// Rounded to nearest, ties away: what tensor cores would do without is to truncate, and all errors would have one sign.
-__device__ __forceinline__ unsigned tf32(float x) {
-    unsigned y;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ void add_tf32(float* to, const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // Products of float32 rounded to nearest tf32.
 struct Tf32 {
     using Type = float;
+
+    // Ties away: what tensor cores would do without is to truncate, and all errors would have one sign.
+    static __device__ __forceinline__ unsigned word(unsigned x) {
+        unsigned y;
+        asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(__uint_as_float(x)));
+        return y;
+    }
+
+    static __device__ __forceinline__ void add(float* to, const unsigned (&a)[4], unsigned b0, unsigned b1) {
+        CONTRASTILE_MMA("m16n8k8", "tf32");
+    }
 
     template <int STAGES>
     static __device__ __forceinline__ void multiply(Stream<STAGES>& stream, int row_line, int column_line, int lane,
@@ -188,14 +179,14 @@ struct Tf32 {
 #pragma unroll
             for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) fragments.row[s][i] = tf32(__uint_as_float(fragments.row[s][i]));
+                for (int i = 0; i < 4; ++i) fragments.row[s][i] = word(fragments.row[s][i]);
 #pragma unroll
             for (int g = 0; g < GROUPS; ++g) {
                 unsigned b[2];
 #pragma unroll
-                for (int i = 0; i < 2; ++i) b[i] = tf32(__uint_as_float(fragments.column[g / 2][g % 2 * 2 + i]));
+                for (int i = 0; i < 2; ++i) b[i] = word(fragments.column[g / 2][g % 2 * 2 + i]);
 #pragma unroll
-                for (int s = 0; s < STRIPS; ++s) add_tf32(to[s] + 4 * g, fragments.row[s], b[0], b[1]);
+                for (int s = 0; s < STRIPS; ++s) add(to[s] + 4 * g, fragments.row[s], b[0], b[1]);
             }
         }
     }

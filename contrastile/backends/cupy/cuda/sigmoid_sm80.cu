@@ -39,12 +39,8 @@ __device__ __forceinline__ void strip_of_losses(float (&value)[4 * GROUPS], int 
     }
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-        loss[q] = sums[q].loss();
-        loss[q] += across(loss[q], 1);
-        loss[q] += across(loss[q], 2);
-        slope[q] = sums[q].slope;
-        slope[q] += across(slope[q], 1);
-        slope[q] += across(slope[q], 2);
+        loss[q] = row_total(sums[q].loss());
+        slope[q] = row_total(sums[q].slope);
     }
 }
 

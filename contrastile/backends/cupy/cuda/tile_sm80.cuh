@@ -1,7 +1,6 @@
 // What the epilogues of the sm_80 kernels share: a thread's place in a tile, its pairs, and the store of G.
 #pragma once
 
-#include "pairs.cuh"
 #include "products_sm80.cuh"
 
 namespace contrastile {

@@ -48,26 +48,23 @@ __device__ __forceinline__ void products_done() {
 #define CONTRASTILE_D64 CONTRASTILE_D32(0), CONTRASTILE_D32(32)
 #define CONTRASTILE_D96 CONTRASTILE_D64, CONTRASTILE_D32(64)
 #define CONTRASTILE_D128 CONTRASTILE_D96, CONTRASTILE_D32(96)
-#define CONTRASTILE_PRODUCT(columns, kind, size, operands, flag, turned, ...)                                     \
+#define CONTRASTILE_PRODUCT_OF(kind, columns, size, operands, flag, turned, ...)                                  \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" flag ", 0;\nwgmma.mma_async.sync.aligned.m64n" columns       \
                  "k16.f32." kind "." kind " {" CONTRASTILE_LIST##size "}, " operands ", p, 1, 1, " turned ";\n}"   \
                  : CONTRASTILE_D##size                                                                            \
                  : __VA_ARGS__, "l"(b), "r"(static_cast<int>(add)))
+#define CONTRASTILE_PRODUCT(...)                         \
+    if constexpr (IS_BFLOAT16<T>)                        \
+        CONTRASTILE_PRODUCT_OF("bf16", __VA_ARGS__);     \
+    else                                                 \
+        CONTRASTILE_PRODUCT_OF("f16", __VA_ARGS__)
 #define CONTRASTILE_ACROSS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-
-template <class T>
-constexpr bool IS_BFLOAT16 = false;
-template <>
-constexpr bool IS_BFLOAT16<bfloat16> = true;
 
 // d = a b^T, added to d where `add`.
 template <class T>
 __device__ __forceinline__ void product(float (&d)[PRODUCT_VALUES], unsigned long long a, unsigned long long b,
                                         bool add) {
-    if constexpr (IS_BFLOAT16<T>)
-        CONTRASTILE_PRODUCT("192", "bf16", 96, "%96, %97", "98", "0, 0", "l"(a));
-    else
-        CONTRASTILE_PRODUCT("192", "f16", 96, "%96, %97", "98", "0, 0", "l"(a));
+    CONTRASTILE_PRODUCT("192", 96, "%96, %97", "98", "0, 0", "l"(a));
 }
 
 constexpr int WIDE_COLUMNS = 256, WIDE_VALUES = WIDE_COLUMNS / 2;
@@ -87,7 +84,7 @@ __device__ __forceinline__ unsigned operand_across(unsigned address) {
 // Hazard: the registers of a belong to the tensor cores, like those of d, until products_done.
 __device__ __forceinline__ void product_wide(float (&d)[WIDE_VALUES], const unsigned (&a)[4], unsigned long long b,
                                              bool add) {
-    CONTRASTILE_PRODUCT("256", "bf16", 128, "{%128, %129, %130, %131}, %132", "133", "1", CONTRASTILE_ACROSS);
+    CONTRASTILE_PRODUCT_OF("bf16", "256", 128, "{%128, %129, %130, %131}, %132", "133", "1", CONTRASTILE_ACROSS);
 }
 
 constexpr int NARROW_COLUMNS = 128, NARROW_VALUES = NARROW_COLUMNS / 2;
@@ -96,20 +93,14 @@ constexpr int NARROW_COLUMNS = 128, NARROW_VALUES = NARROW_COLUMNS / 2;
 template <class T>
 __device__ __forceinline__ void product_narrow(float (&d)[NARROW_VALUES], unsigned long long a, unsigned long long b,
                                                bool add) {
-    if constexpr (IS_BFLOAT16<T>)
-        CONTRASTILE_PRODUCT("128", "bf16", 64, "%64, %65", "66", "0, 0", "l"(a));
-    else
-        CONTRASTILE_PRODUCT("128", "f16", 64, "%64, %65", "66", "0, 0", "l"(a));
+    CONTRASTILE_PRODUCT("128", 64, "%64, %65", "66", "0, 0", "l"(a));
 }
 
 // As product_wide, of 128 columns.
 template <class T>
 __device__ __forceinline__ void product_narrow_across(float (&d)[NARROW_VALUES], const unsigned (&a)[4],
                                                       unsigned long long b, bool add) {
-    if constexpr (IS_BFLOAT16<T>)
-        CONTRASTILE_PRODUCT("128", "bf16", 64, "{%64, %65, %66, %67}, %68", "69", "1", CONTRASTILE_ACROSS);
-    else
-        CONTRASTILE_PRODUCT("128", "f16", 64, "{%64, %65, %66, %67}, %68", "69", "1", CONTRASTILE_ACROSS);
+    CONTRASTILE_PRODUCT("128", 64, "{%64, %65, %66, %67}, %68", "69", "1", CONTRASTILE_ACROSS);
 }
 
 }  // namespace contrastile
