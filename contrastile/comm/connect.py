@@ -27,7 +27,7 @@ def connect(group: Any, *, deadline: float | None = None) -> Communicator:
         ExchangeError: "world" without an initialised default group.
     """
     package = type(group).__module__.partition(".")[0]
-    if isinstance(group, str) or package == "torch":
+    if (isinstance(group, str) and group == "world") or package == "torch":
         from contrastile.comm import torch_group
 
         return torch_group.of(group, deadline)
@@ -38,7 +38,7 @@ def connect(group: Any, *, deadline: float | None = None) -> Communicator:
     if not hasattr(group, "shift"):
         raise TypeError(
             "group must be a torch.distributed group or mesh, 'world', an mpi4py communicator or a contrastile "
-            f"Communicator, got {type(group).__name__}; pass e.g. group='world'"
+            f"Communicator, got {group!r}; pass e.g. group='world'"
         )
     if deadline is not None:
         raise ValueError(f"deadline must be None for a Communicator, got {deadline!r}; it has its own")

@@ -177,7 +177,8 @@ class Replay:
         for x, gradient in zip(self.outputs, given, strict=True):
             if gradient is not None and gradient.shape != x.shape:
                 raise ValueError(
-                    f"a gradient must have its output's shape {tuple(x.shape)}, got {tuple(gradient.shape)}"
+                    f"a gradient must have its output's shape {tuple(x.shape)}, got {tuple(gradient.shape)}; "
+                    "give it as the loss's backward pass left it"
                 )
         self.run([None if x is None else x.detach() for x in given], [], backward=backward)
 
