@@ -315,14 +315,10 @@ def _search(batch: Batch) -> Any:
         found = retrieval.mine_hard_negatives(q, k, 3, **named, **ids, **limits, min_score=least)
         yield "hard negatives", found.tolist() == [row + [-1] * (3 - len(row)) for row in mined]
     shares = [[y[:9], z[:12]] for y, z in [given]] + [[y[9:], z[12:]] for y, z in [given]]
-
-    def found_by(group: Any) -> Any:
-        q, k = shares[group.rank]
-        # of both ranks' columns, more than either has
-        return retrieval.ranks(q, k, group=group, tile=7), retrieval.top_k(q, k, n, group=group, tile=7)[1]
-
-    parts, nearest_of = zip(*Threads(2).run(found_by), strict=True)
-    yield "the nearest columns of two", np.array_equal(torch.cat(nearest_of).cpu(), nearest)
+    parts = Threads(2).run(lambda group: retrieval.ranks(*shares[group.rank], group=group, tile=7))
+    # more than either has
+    every_one = Threads(2).run(lambda group: retrieval.top_k(*shares[group.rank], n, group=group, tile=7)[1])
+    yield "the nearest columns of two", np.array_equal(torch.cat(every_one).cpu(), nearest)
     # a rank's rows have its own columns for positives
     own = x[each, np.where(each < 9, each, each + 3)]
     yield "ranks of two", np.array_equal(torch.cat(parts).cpu(), (x >= own[:, None]).sum(axis=1) - 1)
