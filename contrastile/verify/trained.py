@@ -314,7 +314,7 @@ def _search(batch: Batch) -> Any:
         mined = [[j for j in row if fits[i, j] and x[i, j] >= least][2:5] for i, row in enumerate(nearest)]
         found = retrieval.mine_hard_negatives(q, k, 3, **named, **ids, **limits, min_score=least)
         yield "hard negatives", found.tolist() == [row + [-1] * (3 - len(row)) for row in mined]
-    shares = [[y[:9], z[:12]] for y, z in [given]] + [[y[9:], z[12:]] for y, z in [given]]
+    shares: Any = [[y[:9], z[:12]] for y, z in [given]] + [[y[9:], z[12:]] for y, z in [given]]
     parts = Threads(2).run(lambda group: retrieval.ranks(*shares[group.rank], group=group, tile=7))
     # more than either has
     every_one = Threads(2).run(lambda group: retrieval.top_k(*shares[group.rank], n, group=group, tile=7)[1])

@@ -223,14 +223,15 @@ def _chunked_model(towers: Any, inputs: Any, loss: Target, numbers: Any) -> Any:
     from contrastile.integrations.open_clip import ChunkedModel
 
     class Model(torch.nn.Module):
-        def forward(self, y: Array, x: Array) -> dict[str, Array]:
+        def forward(self, y: Array, x: Array, a: Array) -> dict[str, Array]:
             features = [tower(chunk) for tower, chunk in zip(towers, (y, x), strict=True)]
             return dict(zip("dcba", (*features, *map(torch.as_tensor, numbers)), strict=False))
 
     model = ChunkedModel(Model(), _CHUNK)
     # another batch first
-    model(*inputs[:-1], inputs[-1].flip(0))
-    outputs = model(**dict(zip("yx", inputs, strict=True)))
+    named = {"x": inputs[1], "a": inputs[1].flip(0)}
+    model(inputs[0].flip(0), **named)
+    outputs = model(inputs[0], **named)
     return loss(*(outputs[name] for name in "dcba"[: len(outputs)]))
 
 
