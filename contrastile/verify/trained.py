@@ -314,10 +314,11 @@ def _search(batch: Batch) -> Any:
         mined = [[j for j in row if fits[i, j] and x[i, j] >= least][2:5] for i, row in enumerate(nearest)]
         found = retrieval.mine_hard_negatives(q, k, 3, **named, **ids, **limits, min_score=least)
         yield "hard negatives", found.tolist() == [row + [-1] * (3 - len(row)) for row in mined]
-    shares: Any = [[y[:9], z[:12]] for y, z in [given]] + [[y[9:], z[12:]] for y, z in [given]]
+    shares = [[y[:9], z[:12]] for y, z in [given]] + [[y[9:], z[12:]] for y, z in [given]]
     parts = Threads(2).run(lambda group: retrieval.ranks(*shares[group.rank], group=group, tile=7))
     # more than either has
-    every_one = Threads(2).run(lambda group: retrieval.top_k(*shares[group.rank], n, group=group, tile=7)[1])
+    search: Any = partial(retrieval.top_k, k=n, tile=7)
+    every_one = Threads(2).run(lambda group: search(*shares[group.rank], group=group)[1])
     yield "the nearest columns of two", np.array_equal(torch.cat(every_one).cpu(), nearest)
     # a rank's rows have its own columns for positives
     own = x[each, np.where(each < 9, each, each + 3)]
