@@ -45,6 +45,7 @@ def _chunks(problem: Problem) -> Iterator[tuple[slice, Array, Array, Array, Arra
     counts, scale = alongside(problem.own_counts, own), source.cast(alongside(problem.scale, own), "float64")
     limits = None if problem.row_limits is None else alongside(problem.row_limits, own)
     numbers, rows = source.arange(0, each, own), max(1, ELEMENTS // (width * max(1, first + each)))
+    rows = rows if problem.blocking is None else min(rows, problem.blocking.block)
     for start in range(0, m, rows):
         here = slice(start, min(start + rows, m))
         counted = numbers[None] < counts[here][:, None]

@@ -150,8 +150,8 @@ def _shared(objective: str, rows: Sequence[int], subject: Subject) -> Iterator[S
         "sigmoid_loss": (CALLS, "ids@far", "bias", "several", "several@mean"),
         "info_nce": (
             CALLS,
-            *("negatives", "positives", "ids", "queue", "own-ids", "smoothing", "threshold", "threshold@positives"),
-            *("guide@queue", "guide@positives", *_OWN),
+            *("negatives", "positives", "ids", "queue", "own-ids", "threshold", "threshold@positives"),
+            *("smoothing@blocks", "guide@queue", "guide@positives", *_OWN),
         ),
         "nt_xent": (CALLS, "margin"),
         "sup_con": ("labels", "inside@labels"),
@@ -218,8 +218,8 @@ def _interfaces(subject: Subject, share: Share) -> list[Interface]:
 
 def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: str, reduction: str) -> Worst:
     upstream = None if ("returns_gradients", True) in interface.claims else UPSTREAM
-    # the scale, beside a bias that learns
-    frozen = share.label == "bias"
+    # the scale, beside a bias that learns; the keys, beside negatives that learn
+    frozen = {"bias": 2, "negatives": 1}.get(share.label)
 
     def program(communicator: Communicator) -> Result:
         # "mean" is the default
@@ -228,7 +228,8 @@ def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: st
         objective = share.case.claims.objective
         loss = of_interface(interface, objective, subject, subject.backend.arrays.name, interface.name, **how)
         own = share.part(communicator.rank)
-        call = prepare(loss, own, subject.dtype, subject.device, train=[True, True, False, True] if frozen else None)
+        train = None if frozen is None else [at != frozen for at in range(4)]
+        call = prepare(loss, own, subject.dtype, subject.device, train=train)
         if communicator.rank == 0:
             # equal arrays are one object here, and two on the others
             one: dict[Any, Any] = {}
@@ -253,8 +254,11 @@ def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: st
         case, times = share.case, upstream or 1.0
         spread = share.spread(exchange, world.hosts, 2 if case.claims.objective == "nt_xent" else 1)
         exact, bound = allowed.expected(case, times), allowed.allowed(case, times, spread)
-        fields = ("loss", "rows", "columns", *(() if frozen else ("scale",)), "bias")
-        return compared(case, share.joined(parts, world.size if reduction == "mean" else 1.0), exact, bound, fields)
+        fields = ("loss", "rows", "columns", *(() if frozen == 2 else ("scale",)), "bias")
+        found = share.joined(parts, world.size if reduction == "mean" else 1.0)
+        if frozen == 1 and found.by_autograd:
+            found = replace(found, columns=(exact.columns[0], *found.columns[1:]))
+        return compared(case, found, exact, bound, fields)
 
     return judged(world, judge)
 

@@ -68,14 +68,16 @@ def _calls(subject: Subject, pair: Any) -> Iterator[tuple[str, Callable[[], Any]
     ):
         yield f"{name}={bad!r}", partial(right, **{name: good}), partial(right, **{name: bad}), TypeError
 
-    def forward_mode() -> Any:
+    def forward_mode(at: int) -> Any:
         # of what torch imports for the first dual tensor of a process
-        with warnings.catch_warnings(), forward_ad.dual_level():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), forward_ad.dual_level():
             make: Any = forward_ad.make_dual
-            return clip(make(pair[0].detach(), torch.ones_like(pair[0])), pair[1].detach(), 10.0, **settings)
+            given = [make(x.detach(), torch.ones_like(x)) if i == at else x.detach() for i, x in enumerate(learning)]
+            return clip(*given, **settings)
 
-    yield "a derivative in forward mode", right, forward_mode, RuntimeError
+    learning = *pair, ten
+    for at, name in enumerate(("image", "text", "scale")):
+        yield f"a derivative by the {name} in forward mode", right, partial(forward_mode, at), RuntimeError
 
     def gradient() -> Any:
         return torch.autograd.grad(right(), pair[0], create_graph=True)[0]
@@ -94,6 +96,11 @@ def _calls(subject: Subject, pair: Any) -> Iterator[tuple[str, Callable[[], Any]
     nce: Any = losses.info_nce
     alone = partial(nce, *pair, 10.0, in_batch=False, **settings)
     yield "a guide of negatives alone", partial(alone, negatives=pair[1]), partial(alone, **given), ValueError
+    ids = torch.arange(_ROWS, device=subject.device)
+    several = partial(nce, *pair, 10.0, label_smoothing=0.1, **settings)
+    beside: list[dict[str, Any]] = [{"row_ids": ids, "column_ids": ids}, {"margin": 0.1}, {"threshold": 0.1}]
+    for more in beside:
+        yield f"label smoothing with {', '.join(more)}", several, partial(several, **more), ValueError
     yield "blocks of ranks", right, lambda: Threads(1).run(lambda group: right(group=group, block=2)), ValueError
     for unknown in sorted({"split", "tf32", "ieee"} - subject.backend.precisions)[:1]:
         yield "another precision", right, partial(right, precision=unknown), UnsupportedProblemError

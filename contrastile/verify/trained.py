@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -219,6 +220,8 @@ def _steps(batch: Batch) -> Any:
 def _learning(batch: Batch) -> Any:
     import torch
 
+    from contrastile.training.coupled import warn_of_coupled
+
     batch.step()
     later, rows = 2 * _CHUNK, batch.table.detach()
     late: Any = torch.nn.Parameter(rows[later:].clone())
@@ -227,6 +230,10 @@ def _learning(batch: Batch) -> Any:
     dropout = torch.nn.Dropout(0.5)
     batch.step(lambda chunk: dropout(batch.table[chunk]), lambda chunk: batch.fixed[chunk])
     yield "a module's mode", dropout.training
+    norms = [torch.nn.BatchNorm1d(_WIDTH, track_running_stats=kept) for kept in (True, False)]
+    with warnings.catch_warnings(action="ignore"):
+        coupled = [warn_of_coupled([norm.train(on)]) for norm in norms for on in (True, False)]
+    yield "layers that couple samples", coupled == [True, False, True, True]
 
 
 def _refusals(batch: Batch) -> Any:
@@ -269,7 +276,8 @@ def _weights(batch: Batch) -> Any:
     from contrastile.training import Budget, stream
 
     wide = batch.index[:, None].expand(-1, 3).clone()
-    yield "rows by a budget", [len(x) for x, _ in stream(wide, Budget(3 * _CHUNK), wide.device)] == _COUNTS
+    batches = stream((batch.index, wide, batch.index), Budget(3 * _CHUNK), wide.device)
+    yield "rows by a budget", [len(x) for (x, *_), _ in batches] == _COUNTS
     for size, total in ((_CHUNK, None), (_ROWS, None), (_CHUNK, 2.0 * _ROWS)):
         chunks = stream(batch.index, size, batch.index.device, total=total)
         for label in ("", ", a second time"):
@@ -298,8 +306,9 @@ def _metrics(batch: Batch) -> Any:
         yield "rank at 1 of what 16 bits do not tell apart", float(rank_at_1(torch.ones(1, 2), near)) == 1.0
         for x in (near, near.bfloat16(), near.sum(1, keepdim=True)):
             yield "a rank of what 16 bits do not tell apart", int(retrieval.ranks(torch.ones_like(x[:1]), x)) == 0
-    loss = partial(losses.sigmoid_loss, **batch.settings)
-    found = batch.step(loss=loss, scale=(10.0, -3.0), metrics=("scale", "rank@1"))
+    towers = batch.encode, lambda chunk: (batch.fixed[chunk], -batch.fixed[chunk])
+    loss: Any = lambda image, text, _, *numbers: losses.sigmoid_loss(image, text, *numbers, **batch.settings)  # noqa: E731
+    found = batch.step(*towers, loss=loss, scale=(10.0, -3.0), metrics=("scale", "rank@1"))
     yield "the scale", float(found["scale"]) == 10.0
     yield "rank at 1 of a step", float(found["rank@1"]) == float(rank_at_1(batch.table.detach(), batch.fixed))
 
@@ -323,14 +332,18 @@ def _search(batch: Batch) -> Any:
     other[each, positives] = False
     beats = x >= own[:, None]
     nearest = np.argsort(-x, axis=1, kind="stable")
-    fits = other & (x <= np.minimum(own + 1, own - np.abs(own) / 2)[:, None]) & (x >= -1) & (x <= 3)
-    mined = [([j for j in row if fits[i, j]][2:5] + [-1] * 3)[:3] for i, row in enumerate(nearest)]
-    top = np.take_along_axis(x, nearest, 1)[:, :3], nearest[:, :3]
+    fits = other & (x <= np.minimum(own + 1, own - np.abs(own) / 2)[:, None]) & (x <= 3)
+    top = np.take_along_axis(x, nearest, 1), nearest
+
+    def mined(least: float) -> Any:
+        rows = [[j for j in row if fits[i, j] and x[i, j] >= least][2:5] for i, row in enumerate(nearest)]
+        return [row + [-1] * (3 - len(row)) for row in rows]
+
     ids: Any = {"row_ids": torch.from_numpy(of_rows), "column_ids": torch.from_numpy(of_columns)}
-    limits: Any = {"range_min": 2, "absolute_margin": -1.0, "relative_margin": 0.5, "min_score": -1.0, "max_score": 3.0}
+    limits: Any = {"range_min": 2, "absolute_margin": -1.0, "relative_margin": 0.5, "max_score": 3.0}
     # kernels, where there are some, take 16 bits and have tiles of their own
     half: Any = [y.half() for y in given]
-    for (q, k), tile in ((given, 7), (given, None), (half, None)):
+    for (q, k), tile, least in ((given, 7, -1.0), (given, None, 1.0), (half, None, -1.0)):
         named: Any = {"positives": torch.from_numpy(positives), "tile": tile}
         yield "ranks", np.array_equal(retrieval.ranks(q, k, **named).cpu(), beats.sum(axis=1) - 1)
         yield (
@@ -338,9 +351,9 @@ def _search(batch: Batch) -> Any:
             np.array_equal(retrieval.ranks(q, k, **named, **ids).cpu(), (beats & other).sum(axis=1)),
         )
         near = retrieval.top_k(q, k, 3, tile=tile)
-        yield "the nearest columns", all(np.array_equal(y.cpu(), z) for y, z in zip(near, top, strict=True))
-        found = retrieval.mine_hard_negatives(q, k, 3, **named, **ids, **limits)
-        yield "hard negatives", found.tolist() == mined
+        yield "the nearest columns", all(np.array_equal(y.cpu(), z[:, :3]) for y, z in zip(near, top, strict=True))
+        found = retrieval.mine_hard_negatives(q, k, 3, **named, **ids, **limits, min_score=least)
+        yield "hard negatives", found.tolist() == mined(least)
 
     def part(group: Any) -> list[Any]:
         i, j = ((slice(9), slice(12)), (slice(9, None), slice(12, None)))[group.rank]
@@ -350,16 +363,17 @@ def _search(batch: Batch) -> Any:
             "column_ids": ids["column_ids"][j],
         }
         q, k, how = given[0][i], given[1][j], {"group": group, "tile": 7}
-        found = retrieval.mine_hard_negatives(q, k, 3, **own, **limits, **how)
+        found = retrieval.mine_hard_negatives(q, k, 3, **own, **limits, min_score=-1.0, **how)
         return [
             retrieval.ranks(q, k, **how),
             retrieval.ranks(q, k, **own, **how),
-            *retrieval.top_k(q, k, 3, **how),
+            # more columns than either has
+            *retrieval.top_k(q, k, n, **how),
             found,
         ]
 
     of_two = [torch.cat(parts).cpu() for parts in zip(*Threads(2).run(part), strict=True)]
     # a rank's rows have its own columns for positives
     own = x[each, np.where(each < 9, each, each + 3)]
-    right = (x >= own[:, None]).sum(axis=1) - 1, (beats & other).sum(axis=1), *top, mined
+    right = (x >= own[:, None]).sum(axis=1) - 1, (beats & other).sum(axis=1), *top, mined(-1.0)
     yield "searches of two", all(map(np.array_equal, of_two, right))

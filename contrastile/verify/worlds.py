@@ -24,8 +24,9 @@ PER_HOST = 2
 
 
 def simulated(ranks: int, per_host: int) -> Hosts:
-    """Hosts of so many ranks each, and of what is left."""
-    return hosts_of([str(rank // per_host) for rank in range(ranks)])
+    """Hosts of so many ranks each, and of what is left; of an even number of ranks they have them in turn."""
+    hosts = -(-ranks // per_host)
+    return hosts_of([str(rank // per_host if ranks % 2 else rank % hosts) for rank in range(ranks)])
 
 
 class WorldError(ValueError):

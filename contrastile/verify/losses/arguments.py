@@ -64,10 +64,11 @@ class Arguments:
 def guided(draw: Draw, given: Arguments) -> Arguments:
     """With a guide that knows nothing of the features.
 
-    Its dot products are small integers, exact in every dtype: some are those of positives, and are not left out.
+    Its dot products are integers, exact in float32 and not in 16 bits: some are those of positives, and count.
     """
-    count = len(given.features[1]) + sum(map(len, given.negatives))
-    return replace(given, guide=signs(draw, len(given.features[0]), count, 13))
+    count, sizes = len(given.features[1]) + sum(map(len, given.negatives)), np.resize([31.0, 31.0, 31.0, 1.0], 13)
+    rows, columns = signs(draw, len(given.features[0]), count, 13)
+    return replace(given, guide=(sizes * rows, sizes * columns))
 
 
 def hard(draw: Draw, given: Arguments, count: int) -> FloatArray:

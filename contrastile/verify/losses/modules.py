@@ -31,6 +31,8 @@ def module(loss: Target, settings: dict[str, Any], *, trains: bool = True) -> Ta
     kind(world_size=2, parameter_reduction="sum")
     group = settings.get("group")
     place: Any = {} if group is None else {"rank": torch.tensor(group.rank), "world_size": torch.tensor(group.size)}
+    if kind is nn.SigLipLoss:
+        place.pop("rank", None)
     made = functools.cache(lambda **options: kind(**place, **settings, **options).train(trains))
 
     def target(image: Array, text: Array, scale: Any, bias: Any = None, **more: Any) -> Any:
@@ -52,7 +54,8 @@ def of_temperature(loss: Target, settings: dict[str, Any]) -> Target:
     """The modules of views, and of labels, which normalise their features."""
     from contrastile import nn
 
-    kind = nn.NTXentLoss if loss is losses.nt_xent else nn.SupConLoss
+    kind, usual = (nn.NTXentLoss, 0.5) if loss is losses.nt_xent else (nn.SupConLoss, 0.1)
+    assert kind().options == {"temperature": usual}, "what is left out must be what it is in the modules replaced"
 
     def target(features: Array, other: Array, scale: Any) -> Any:
         longer = (2 * x if x.is_floating_point() else x for x in (features, other))
@@ -71,6 +74,10 @@ def captioned(loss: Target, settings: dict[str, Any]) -> Target:
         made = nn.CoCaLoss(2.0, 1.0, pad_id=2, **settings, **more)
         found, caption = made(image, text, logits, labels, scale, **given)
         assert caption > 2, "padding counts: of a token it is twice log 3"
+        of_images, of_texts = made.get_logits(image[:1], text, scale)
+        assert (len(of_images), len(of_texts)) == (1, len(text)), (
+            "logits are of images by texts, and of texts by images"
+        )
         return found
 
     return target

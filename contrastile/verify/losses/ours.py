@@ -144,6 +144,7 @@ def dispatched(loss: Target, settings: dict[str, Any]) -> Target:
             found = _with_gradients(partial(loss, **settings, **keywords), args)
             if loss is losses.clip_loss:
                 losses.statistics(*args[:3], **settings)
+            loss(*args[:2], args[2].detach().requires_grad_(), *args[3:], **settings, **keywords).backward()
         if seen[:2] != ["loss.default", "gradients.default"]:
             raise RuntimeError(f"a dispatch mode must see the loss and its gradients, got {seen}")
         return found
@@ -222,14 +223,15 @@ def _chunked_model(towers: Any, inputs: Any, loss: Target, numbers: Any) -> Any:
     from contrastile.integrations.open_clip import ChunkedModel
 
     class Model(torch.nn.Module):
-        def forward(self, *chunks: Array) -> dict[str, Array]:
-            features = [tower(chunk) for tower, chunk in zip(towers, chunks, strict=True)]
+        def forward(self, y: Array, x: Array, a: Array) -> dict[str, Array]:
+            features = [tower(chunk) for tower, chunk in zip(towers, (y, x), strict=True)]
             return dict(zip("dcba", (*features, *map(torch.as_tensor, numbers)), strict=False))
 
     model = ChunkedModel(Model(), _CHUNK)
     # another batch first
-    model(*inputs[:-1], inputs[-1].flip(0))
-    outputs = model(*inputs)
+    named = {"x": inputs[1], "a": inputs[1].flip(0)}
+    model(inputs[0].flip(0), **named)
+    outputs = model(inputs[0], **named)
     return loss(*(outputs[name] for name in "dcba"[: len(outputs)]))
 
 
@@ -368,7 +370,10 @@ OF_TENSORS = (
 )
 """Of torch tensors alone."""
 
-OF_OTHERS = (replace(OF_TENSORS[0], properties=_CONVERTED, any_dtype=True),)
+OF_OTHERS = (
+    replace(OF_TENSORS[0], properties=_CONVERTED, any_dtype=True),
+    *(replace(x, properties=()) for x in OF_TENSORS if x.make is dispatched),
+)
 """Of torch tensors, of a backend on other arrays: what is above the backend is held with torch's own."""
 
 _CHUNKS = (*_RETURNED, *_NO_COLUMNS)

@@ -18,6 +18,7 @@ from contrastile.reporting import CannotRunError, one_line
 from contrastile.verify.execution import putter
 from contrastile.verify.losses.arguments import Arguments
 from contrastile.verify.losses.claims import Claims
+from contrastile.verify.rounding import UNIT
 from contrastile.verify.truth import Outcome
 
 _ARRAYS: dict[str, Callable[[Any], ArrayLibrary]] = {"numpy": ArrayLibrary, "cupy": CupyArrays, "torch": TorchArrays}
@@ -237,7 +238,9 @@ def prepare(
     keywords = {name: put(np.repeat(x, step, axis=0), integers)[::step] for name, x in given.keywords.items()}
     if given.weights is not None:
         keywords["weights"] = put(given.weights, state_dtype(dtype))
-    options = given.options if not given.guide else {**given.options, "guide": [put(x, dtype) for x in given.guide]}
+    # of a wider dtype, and near the numbers that it is rounded to
+    near = [x * (1.0 + UNIT[dtype] / 2 * np.sin(np.arange(x.size))).reshape(x.shape) for x in given.guide]
+    options = {**given.options, "guide": [put(x, "float64") for x in near]} if near else given.options
     return Call(loss, leaves, len(given.features), leaves, labels, numbers, keywords, given.joined, options)
 
 
