@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,10 +20,10 @@ from contrastile.backends.contract import Block, Pairs, Search
 from contrastile.backends.crossing import dtype_name
 from contrastile.backends.registry import load
 from contrastile.backends.torch.products import has_mixed_product
-from contrastile.comm.communicator import MismatchError
-from contrastile.comm.connect import connect
 from contrastile.problems import ids_of_both
 from contrastile.reporting import progress as bar
+from contrastile.schedules.handshake import Handshake
+from contrastile.schedules.sums import gathered, phase
 
 TILE = 2048
 """Rows and columns of a tile on a CPU, of few columns found; of many a tile of as many products is wider."""
@@ -32,7 +31,6 @@ ENTRIES, WIDE = 2**26, 2**17
 """Products of a tile on a GPU, and its columns: few launches, and few lists of neighbours to merge."""
 HIGH = 2**14
 """Rows that a fused search takes at once: it holds less for them than columns take, and has few launches."""
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @torch.no_grad()
@@ -236,27 +234,12 @@ class _Search:
         paired: bool = True,
         k: int = 0,
     ) -> None:
-        # a loss takes autocast's dtype; here rounded products would be ties
-        with torch.autocast(rows.device.type if isinstance(rows, Tensor) else "cpu", enabled=False):
-            named = {"rows": rows, "columns": columns}
-            arrays, (rows, columns) = validation.features(True, may_be_empty=named, **named)
-        if arrays.name != "torch":
-            raise TypeError(f"rows must be a torch tensor, got {type(rows).__name__}; use torch.from_dlpack(x)")
-        m, n = len(rows), len(columns)
-        if paired and positives is None and n < m:
-            raise ValueError(f"columns must be at least as many as rows, got {n} for {m}; give positives=")
-        here = [x.to(rows.device) if isinstance(x, Tensor) else x for x in ids]
-        self._row_ids, self._column_ids = ids_of_both(validation, arrays, rows, "row", (here[0], m), (here[1], n))
-        where = positives.to(rows.device) if isinstance(positives, Tensor) else positives
-        where = None if where is None else validation.integers("positives", where, m, "row", arrays, rows)
         side = TILE if tile is None else _at_least("tile", tile, 1)
-        self.rows, self.columns, self._shown = rows, columns, progress
-        self._paired = paired
-        self._start = 0 if group is None else self._join(group)
-        own = torch.arange(self._start, self._start + m, device=rows.device)
-        self._named, self.positives = where is not None, own if where is None else where
-        if self._named and (reason := validation.positives(self.positives, len(self.columns))):
-            raise ValueError(reason)
+        self._paired, self._shown = paired, progress
+        # a group has one way to search
+        world = Handshake.of(group, "auto" if group is None else "gather", "mean", backend="torch")
+        world.build(self._meet, rows, columns, positives, ids)
+        rows = self.rows
         self._high = self._wide = side
         if tile is None:
             # the more are found in a tile, the less of its time is its products'
@@ -270,28 +253,39 @@ class _Search:
         if self.fused is not None:
             self._high = HIGH
 
-    def _join(self, group: Any) -> int:
-        """Take the columns of all ranks for this rank's; give the number of its first one."""
-        communicator = connect(group)
-        n, d = self.columns.shape
-        record = [d, _DTYPES.index(self.columns.dtype), self._column_ids is not None, n]
-        agreed = communicator.agree(np.array(record))
-        if (agreed[:, :3] != agreed[0, :3]).any():
-            raise MismatchError(
-                "every rank must give columns of one width and dtype, and column_ids or none, got by rank "
-                f"{[(int(x[0]), str(_DTYPES[x[1]]), bool(x[2])) for x in agreed]}; give all ranks the same kind"
-            )
-        sizes = [int(x) for x in agreed[:, 3]]
-
-        def joined(own: Tensor) -> Tensor:
-            whole = own.new_empty((sum(sizes), *own.shape[1:]))
-            communicator.all_gather(own.detach().contiguous(), whole, sizes).wait()
-            return whole
-
-        self.columns = joined(self.columns)
-        if self._column_ids is not None:
-            self._column_ids = joined(self._column_ids)
-        return sum(sizes[: communicator.rank])
+    def _meet(
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        positives: Tensor | None,
+        ids: tuple[Tensor | None, Tensor | None],
+        world: Handshake,
+    ) -> None:
+        """Check what was given, and take the columns of all ranks for this rank's."""
+        # a loss takes autocast's dtype; here rounded products would be ties
+        with torch.autocast(rows.device.type if isinstance(rows, Tensor) else "cpu", enabled=False):
+            named = {"rows": rows, "columns": columns}
+            arrays, (rows, columns) = validation.features(True, may_be_empty=named, **named)
+        if arrays.name != "torch":
+            raise TypeError(f"rows must be a torch tensor, got {type(rows).__name__}; use torch.from_dlpack(x)")
+        m, n = len(rows), len(columns)
+        if self._paired and positives is None and n < m:
+            raise ValueError(f"columns must be at least as many as rows, got {n} for {m}; give positives=")
+        here = [x.to(rows.device) if isinstance(x, Tensor) else x for x in ids]
+        self._row_ids, of_columns = ids_of_both(validation, arrays, rows, "row", (here[0], m), (here[1], n))
+        where = positives.to(rows.device) if isinstance(positives, Tensor) else positives
+        where = None if where is None else validation.integers("positives", where, m, "row", arrays, rows)
+        met = world.meet(arrays, rows, (columns,), loss="a search", column_ids=of_columns is not None)
+        self._named, self._start = where is not None, met.start
+        own = torch.arange(met.start, met.start + m, device=rows.device)
+        self.rows, self.positives = rows, own if where is None else where
+        world.confirm(validation.positives(where, met.columns) if self._named else None)
+        if met.placement is not None:
+            widths, each = met.placement.shards.widths, [columns, *([] if of_columns is None else [of_columns])]
+            with phase(met.placement):
+                columns, *rest = gathered(met.placement, arrays, *((arrays.detached(x), widths) for x in each))
+            of_columns = rest[0] if rest else None
+        self.columns, self._column_ids = columns, of_columns
 
     def ordered(self) -> Tensor:
         """Put rows and columns in the order of their ids, so that few tiles compare them; the rows' numbers."""

@@ -35,7 +35,7 @@ def connect(group: Any, *, deadline: float | None = None) -> Communicator:
         from contrastile.comm import mpi
 
         return mpi.of(group, deadline)
-    if not hasattr(group, "shift"):
+    if isinstance(group, str) or not hasattr(group, "shift"):
         raise TypeError(
             "group must be a torch.distributed group or mesh, 'world', an mpi4py communicator or a contrastile "
             f"Communicator, got {group!r}; pass e.g. group='world'"
