@@ -149,9 +149,10 @@ template <int STRIPS, int GROUPS, class L>
 __device__ __forceinline__ void own_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, int lane,
                                          float (&row)[STRIPS][2], float (&row_reference)[STRIPS][2], float* column,
                                          float* reference, const L& limits) {
-    each_row<STRIPS>([&](int s, int q) {
-        row[s][q] = own_row_sum<GROUPS>(dot[s], s, q, scale, limits, row_reference[s][q]);
-    });
+#pragma unroll
+    for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+        for (int q = 0; q < 2; ++q) row[s][q] = own_row_sum<GROUPS>(dot[s], s, q, scale, limits, row_reference[s][q]);
 #pragma unroll
     for (int i = 0; i < 2 * GROUPS; ++i) {
         const auto counted = [&](int s, int q) {
