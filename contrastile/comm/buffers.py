@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from contrastile.backends.arrays import library_of
@@ -42,6 +43,24 @@ def raw(x: Array) -> Bytes:
         raise ValueError("arrays that travel must be contiguous, got gaps; send numpy.ascontiguousarray(x)")
     found = x.reshape(-1).view("uint8")
     return found
+
+
+def untransformed() -> AbstractContextManager[Any]:
+    """While open, no transform of torch.func is under way: in one, every tensor that is made is a wrapper."""
+    torch = sys.modules.get("torch")
+    if torch is None or not getattr(torch._C, "_are_functorch_transforms_active", bool)():
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def stored(x: Array) -> Array:
+    """An array without the wrappers of transforms, which have no memory."""
+    torch = sys.modules.get("torch")
+    while torch is not None and isinstance(x, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
 
 
 def pieces(x: Bytes) -> list[Bytes]:

@@ -119,8 +119,8 @@ class Communicator(ABC):
         return watchdog.describe(error, own, self.deadline, self.global_ranks)
 
     def others(self, parts: Parts) -> dict[int, list[Array]]:
-        """The parts of other ranks, without arrays of size 0, which are never sent."""
-        full = {r: [x for x in xs if x.nbytes] for r, xs in parts.items() if r != self.rank}
+        """The parts of other ranks, as they are stored, without arrays of size 0, which are never sent."""
+        full = {r: [buffers.stored(x) for x in xs if x.nbytes] for r, xs in parts.items() if r != self.rank}
         return {r: xs for r, xs in full.items() if xs}
 
     # the schedules use these
@@ -201,7 +201,8 @@ class Communicator(ABC):
 
     def _guarded(self, action: Callable[..., T], *given: Any) -> T:
         try:
-            return action(*given)
+            with buffers.untransformed():
+                return action(*given)
         except (Conflict, PeerTimeout) as error:
             self._failure = self.explain(error)
             raise ExchangeError(self._failure) from error.__cause__
