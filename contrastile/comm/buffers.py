@@ -50,9 +50,8 @@ def untransformed() -> AbstractContextManager[Any]:
     torch = sys.modules.get("torch")
     if torch is None or not getattr(torch._C, "_are_functorch_transforms_active", bool)():
         return nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    return temporarily_clear_interpreter_stack()
+    found: AbstractContextManager[Any] = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
+    return found
 
 
 def stored(x: Array) -> Array:
