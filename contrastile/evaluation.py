@@ -12,7 +12,7 @@ from contrastile import compute, problems, validation
 from contrastile.backends.choice import choose, settled
 from contrastile.backends.contract import Options
 from contrastile.backends.eager import outside_of_graphs
-from contrastile.backends.registry import checked, require
+from contrastile.backends.registry import checked
 from contrastile.plan import Given, Plan, Settings, complete
 from contrastile.schedules import local
 from contrastile.schedules.handshake import Handshake
@@ -67,8 +67,6 @@ def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan,
     """
     given = complete(settings)
     group, agreed = given["group"], {}
-    if isinstance(group, str):
-        require(f"group={group!r}", "torch")
     if group is not None:
         # what must be the same on every rank, as text: the ranks compare it before they check anything
         agreed = {"backend": str(given["backend"]), "tile": str(given["tile"]), "precision": str(given["precision"])}

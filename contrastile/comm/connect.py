@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from contrastile.backends.registry import require
 from contrastile.comm.communicator import Communicator
 
 
@@ -25,9 +26,13 @@ def connect(group: Any, *, deadline: float | None = None) -> Communicator:
         MismatchError: in the first call for a group, on every rank: some rank's deadline is not a positive number of
             seconds. The group can be connected again.
         ExchangeError: "world" without an initialised default group.
+        BackendUnavailableError: "world" without torch.
     """
     package = type(group).__module__.partition(".")[0]
-    if (isinstance(group, str) and group == "world") or package == "torch":
+    named = isinstance(group, str) and group == "world"
+    if named:
+        require("group='world'", "torch")
+    if named or package == "torch":
         from contrastile.comm import torch_group
 
         return torch_group.of(group, deadline)
