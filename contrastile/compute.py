@@ -41,17 +41,16 @@ _WHOLE = {"softmax": 3, "sigmoid": 1}
 _ALONE = nullcontext()
 
 
-def loss(plan: Plan, wanted: local.Wanted | None = None, whole: Problem | None = None) -> Found:
+def loss(plan: Plan, wanted: local.Wanted | None = None) -> Found:
     """The loss (0-d), or the statistics, and what its gradients need: see ``problem_loss``.
 
     Args:
         plan: what to compute, and how.
         wanted: the gradients that will be asked for; None for none.
-        whole: what ``replicate.replicated`` has given, where it was called.
     """
     backend, library = plan.backend, plan.library
     if replicate.applies(plan.problem):
-        whole = replicate.completed(plan.problem, whole or replicate.replicated(plan.problem, library), library)
+        whole = replicate.replicated(plan.problem, library)
         told = None if wanted is None else replicate.wanted_of_whole(wanted)
         value, *state = loss(replace(plan, problem=whole), told)
         return replicate.own_value(plan.problem, value), *whole.for_gradients().arrays(), *state
@@ -92,15 +91,19 @@ def gradients(plan: Plan, state: Found, upstream: Any, wanted: local.Wanted) -> 
 
 
 def may_be_replayed(plan: Plan) -> bool:
-    """Whether a whole step of torch's may come from graphs: small, and of a process alone."""
+    """Whether a step of torch tensors on GPUs may come from graphs, for its size; the same on every rank."""
     from contrastile.backends.replay import fits
 
-    problem, backend = plan.problem, plan.backend
-    rows, count = problem.rows, sum([x.shape[0] for x in problem.columns or (problem.rows,)])
-    if not problem.traceable or not backend.replayable:
+    problem, placement = plan.problem, plan.problem.placement
+    if problem.blocking is not None or not plan.backend.replayable:
         return False
+    (m, d), columns = problem.rows.shape, sum(x.shape[0] for x in problem.columns)
+    every = m
+    if placement is not None:
+        every, columns = sum(placement.shards.rows), sum(placement.shards.widths)
+        m = every if replicate.applies(problem) else max(placement.shards.rows)
     # rows against themselves: each pair is computed once
-    return fits(rows, count if problem.columns else (count + 1) // 2)
+    return fits(m, columns if problem.columns else (every + 1) // 2, d)
 
 
 def is_whole(problem: Problem, state: Found) -> bool:

@@ -99,7 +99,6 @@ class Plan:
         name: the backend's name in the registry.
         options: how to compute it.
         library: the caller's array library.
-        replay: whether the backend may launch small blocks from CUDA graphs that it captured in earlier calls.
         form: the plan of the gradients without arrays, where an earlier call has found it: see ``parted``.
     """
 
@@ -107,7 +106,6 @@ class Plan:
     name: str
     options: Options
     library: ArrayLibrary
-    replay: bool = False
     form: Plan | None = None
 
     @property
@@ -117,22 +115,11 @@ class Plan:
         Raises:
             ValueError, BackendUnavailableError, TypeError: see ``registry.load``.
         """
-        found = load(self.name)
-        if not self.replay:
-            return found
-        from contrastile.backends.replay import replayed
-
-        return replayed(found)
-
-    def replaying(self) -> Plan:
-        """The plan of an eager call of torch tensors. A process alone replays whole steps: see ``autograd.steps``."""
-        # between messages primitives are replayed
-        due = self.problem.placement is not None and self.backend.replayable
-        return replace(self, replay=True) if due else self
+        return load(self.name)
 
     def with_arrays(self, arrays: Sequence[Any]) -> Plan:
         """The plan for other arrays, in the order of ``Problem.arrays``."""
-        return Plan(self.problem.with_arrays(arrays), self.name, self.options, self.library, self.replay)
+        return Plan(self.problem.with_arrays(arrays), self.name, self.options, self.library)
 
     def without_arrays(self) -> Plan:
         """The plan with None for each array, so that a kept plan holds no memory."""

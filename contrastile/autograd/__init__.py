@@ -15,9 +15,7 @@ from torch import Tensor
 
 from contrastile.autograd import functions, operators, steps
 from contrastile.backends import eager
-from contrastile.backends.objectives import STATISTICS
 from contrastile.plan import Plan
-from contrastile.schedules import replicate
 
 
 def evaluate(plan: Plan) -> Tensor:
@@ -40,9 +38,9 @@ def evaluate(plan: Plan) -> Tensor:
     grad = torch.is_grad_enabled()
     if eager.direct(torch, problem.arrays()):
         # asked here: inside a function's forward gradients are always off
-        if replicate.applies(problem) and problem.kind != STATISTICS:
-            return steps.STEPS.replicated(plan, grad=grad)
-        return functions.eager_loss(plan.replaying(), grad=grad)
+        if problem.placement is not None:
+            return steps.STEPS.over_ranks(plan, grad=grad)
+        return functions.eager_loss(plan, grad=grad)
     if not problem.traceable:
         return functions.eager_loss(plan, grad=grad)
     return operators.called(plan, operators.wants_of(problem, grad=grad))[0]

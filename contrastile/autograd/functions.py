@@ -44,11 +44,11 @@ def tangents(tensors: Iterable[Tensor | None]) -> bool:
     return any(x is not None and unpack(x).tangent is not None for x in tensors)
 
 
-def eager_loss(plan: Plan, *, grad: bool, whole: Problem | None = None) -> Tensor:
-    """The loss of an eager call; ``grad`` says whether a graph is recorded. ``whole``: see ``compute.loss``."""
+def eager_loss(plan: Plan, *, grad: bool) -> Tensor:
+    """The loss of an eager call; ``grad`` says whether a graph is recorded."""
     problem = plan.problem
     given, wanted = asked(problem, grad=grad)
-    value, *state = unrecorded(grad, compute.loss, plan, wanted, whole)
+    value, *state = unrecorded(grad, compute.loss, plan, wanted)
     if wanted is None:
         return cast("Tensor", value)
     # arrays are saved, and not held: autograd tells when one was written to, and frees them

@@ -40,7 +40,7 @@ class Prepared:
         known = Known(plan.library, plan.problem.rows.dtype)
         self._world = Handshake(known=known)
         form, _ = plan.parted()
-        self._settings = plan.name, plan.options, plan.library, False, form
+        self._settings = plan.name, plan.options, plan.library, form
         self.bound: functions.BoundLoss | None = None
         problem, whole = plan.problem, compute.whole_of(plan.problem, plan.library, plan.backend, plan.options)
         given = problem.rows, problem.others, problem.scale, problem.bias

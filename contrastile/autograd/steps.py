@@ -1,10 +1,11 @@
 # pyright: reportPrivateImportUsage=false, reportArgumentType=false
-"""Whole small steps of one process, replayed from CUDA graphs: launching their kernels takes longer than running them.
+"""Whole small steps, replayed from CUDA graphs: launching their kernels takes longer than running them.
 
 A call signature (loss, shapes, dtypes, settings, stream) that repeats is captured in two graphs: from the arguments to
 the loss, and on to their gradients. From then on a step copies its arguments to where the graphs read them, replays,
 and copies the results to memory of the caller's. Nothing is validated again: calls of one signature differ only in
-values on the GPU. The kernels and their order, and so the bits, are those of a launched step.
+values on the GPU. The kernels and their order, and so the bits, are those of a launched step. Over ranks the graphs
+hold the messages too, and all ranks replay a step, or none does.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,6 +24,8 @@ from torch import Tensor
 
 from contrastile import compute
 from contrastile.autograd import functions, operators
+from contrastile.backends.arrays import library_of, transfer
+from contrastile.backends.objectives import STATISTICS
 from contrastile.backends.replay import (
     FEATURES,
     Captured,
@@ -32,9 +37,9 @@ from contrastile.backends.replay import (
     record,
 )
 from contrastile.backends.settings import VARIABLES
+from contrastile.comm.communicator import Communicator
 from contrastile.plan import Plan
-from contrastile.schedules import local, replicate, sums
-from contrastile.schedules.problem import VECTORS
+from contrastile.schedules import scalars, sums
 
 _TENSORS = (Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, bool)
@@ -111,8 +116,11 @@ class Step(Captured):
         tensors: of a call of the signature.
         wants: which of them need a gradient.
         launch: gives the loss of such tensors, differentiable.
-        part: makes what a call is given of the gradients of all tensors; None for those that are not wanted.
+        replay: replays a graph; it is given a tensor of the device too.
     """
+
+    compared: Mapping[str, Any] = {}
+    """Every rank's scale and bias, by name, where the ranks compare them: see ``scalars.read``."""
 
     def __init__(
         self,
@@ -121,10 +129,10 @@ class Step(Captured):
         tensors: Sequence[Tensor],
         wants: Sequence[bool],
         launch: Callable[[Sequence[Tensor]], Tensor],
-        part: Callable[[Sequence[Any]], Sequence[Any]] = list,
+        replay: Callable[[Any, Tensor], None] = lambda graph, _: graph.replay(),
     ) -> None:
         super().__init__(where)
-        self._latest = 0
+        self.latest, self._replay, self._wants = 0, replay, wants
         # backward passes take it in autograd's thread: never wait for one while holding it
         self._lock = threading.Lock()
         places = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
@@ -135,7 +143,6 @@ class Step(Captured):
         wanted = [x for x in places if x.requires_grad]
         self._loss: Any = None
         self._upstream: Any = None
-        self.gives: list[bool] = []
 
         def forward() -> list[Tensor]:
             # kept alive: the second graph reads what the first one leaves
@@ -149,10 +156,8 @@ class Step(Captured):
             return [self._loss.detach()]
 
         def backward() -> list[Tensor]:
-            found = iter(torch.autograd.grad(self._loss, wanted, retain_graph=True))
-            given = part([next(found).detach() if want else None for want in wants])
-            self.gives = [x is not None for x in given]
-            return [x for x in given if x is not None]
+            number = self._loss.sum() if self._loss.ndim else self._loss
+            return [x.detach() for x in torch.autograd.grad(number, wanted, retain_graph=True)]
 
         graphs, found = record(where, [forward, backward] if wanted else [forward], pool)
         self.pool = graphs[0].pool()
@@ -162,51 +167,63 @@ class Step(Captured):
     def loss(self, tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
         """The loss of these tensors, and the number of the replay that gave it."""
         with self._lock:
-            self._latest = self._replayed(tensors)
-            return self._value.clone(), self._latest
+            self.latest = self._replayed(tensors)
+            return self._value.clone(), self.latest
 
     def _replayed(self, tensors: Sequence[Tensor]) -> int:
         self._copies([x.detach() for x in tensors])
-        self._forward.replay()
+        self._replay(self._forward, tensors[0])
         self.replays += 1
         return next(_replay_numbers)
 
-    def gradients(
-        self, number: int, tensors: Sequence[Tensor], upstream: Tensor, factor: float = 1.0
-    ) -> list[Tensor | None]:
-        """What ``part`` makes of the gradients of ``factor * upstream * loss``.
+    def gradients(self, number: int, tensors: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
+        """The gradients of ``upstream * loss``; None for those that are not wanted.
 
         Args:
             number: of the replay that gave the loss.
             tensors: what it was given.
-            upstream: 0-d.
-            factor: see ``Placement.factor``.
+            upstream: of the loss's shape.
         """
         with self._lock:
-            if number != self._latest:
+            if number != self.latest:
                 # another call of this signature came in between
                 self._replayed(tensors)
-                self._latest = number
-            torch.mul(upstream, factor, out=self._upstream)
-            self._backward.replay()
+                self.latest = number
+            self._upstream.copy_(upstream)
+            self._replay(self._backward, upstream)
             found = iter(self._out.copied())
-        return [next(found) if give else None for give in self.gives]
+        return [next(found) if want else None for want in self._wants]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedBackward:
-    """Computes the gradients of a loss that a step gave, see ``Step.gradients``; the step's tensors are saved."""
+    """Computes the gradients of a loss that a step gave, see ``Step.gradients``; the step's tensors are saved.
+
+    Attributes:
+        step: the step.
+        number: of its replay.
+        wants: which gradients are wanted.
+        begin: begins the phase of the ranks.
+        sends: whether the gradients need messages; the loss does.
+    """
 
     step: Step
     number: int
-    factor: float = 1.0
+    wants: Sequence[bool]
+    begin: Callable[[], AbstractContextManager[None]] = nullcontext
+    sends: bool = False
 
     def gradients(self, saved: Sequence[Any], upstream: Tensor) -> compute.Found:
         """What the step gives."""
         if not functions.is_seen(upstream):
-            return self.step.gradients(self.number, saved, upstream, self.factor)
+            return self.replayed(saved, upstream)
         function: Any = ReplayedGradients
-        return operators.only(self.step.gives, function.apply(self, upstream, *saved))
+        return operators.only(self.wants, function.apply(self, upstream, *saved))
+
+    def replayed(self, saved: Sequence[Any], upstream: Tensor) -> list[Tensor | None]:
+        """What the step gives, from its graphs."""
+        with self.begin() if self.sends or self.number != self.step.latest else nullcontext():
+            return self.step.gradients(self.number, saved, upstream)
 
 
 class ReplayedGradients(functions.Gradients):
@@ -215,7 +232,7 @@ class ReplayedGradients(functions.Gradients):
     @staticmethod
     def forward(backward: ReplayedBackward, upstream: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """What the step gives, an empty tensor for None."""
-        found = backward.step.gradients(backward.number, tensors, upstream, backward.factor)
+        found = backward.replayed(tensors, upstream)
         return tuple(operators.filled(found, upstream))
 
 
@@ -240,80 +257,102 @@ class Steps(Signatures[Step]):
         device, tensors = call.device() if may_be_captured() else None, call.tensors
         if device is None:
             return None
-        where = device, torch._C._cuda_getCurrentRawStream(device)
-        cast_to = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        key = what, where, cast_to, *map(os.environ.get, VARIABLES), *call.numbers, *call.kinds
+        where, *_ = around = _around(device)
+        key = what, around, *call.numbers, *call.kinds
         try:
             hash(key)
         except TypeError:  # of a setting that is a list, say
             return None
         wants = [call.grad and x.requires_grad for x in tensors]
 
-        def small() -> bool:
-            return compute.may_be_replayed(make(call.args, call.kwargs)[0])
-
-        step = self._step(key, where, tensors, wants, small, lambda places: launch(*call.with_tensors(places)))
-        if step is None:
-            return None
-        value, number = functions.unrecorded(call.grad, step.loss, tensors)
-        return functions.recorded(ReplayedBackward(step, number), value, tensors, tensors) if any(wants) else value
-
-    def replicated(self, plan: Plan, *, grad: bool) -> Tensor:
-        """The loss of an eager call of which every rank computes the whole, differentiable."""
-        problem, library = plan.problem, plan.library
-        placement, (given, wanted) = sums.placed(problem), functions.asked(problem, grad=grad)
-        whole = functions.unrecorded(grad, replicate.replicated, problem, library)
-        alone = replace(plan, problem=whole)
-        if not can_capture(whole.rows) or not compute.may_be_replayed(alone):
-            return functions.eager_loss(plan, grad=grad, whole=whole)
-        flags = local.Wanted(False, (False,) * len(whole.columns), False, False)
-        told = flags if wanted is None else replicate.wanted_of_whole(wanted)
-        needs = told.rows, told.scale, told.bias, *[False] * len(VECTORS), *told.columns
-        # weights may be one array for both directions
-        each = {id(x): (x, need) for x, need in zip(whole.arrays(), needs, strict=True) if x is not None}
-        tensors, wants = zip(*each.values(), strict=True)
-        places_of = {key: i for i, key in enumerate(each)}
-        at = [None if x is None else places_of[id(x)] for x in whole.arrays()]
-
-        def launch(places: Sequence[Tensor]) -> Tensor:
-            mine = whole.with_arrays([None if i is None else places[i] for i in at])
-            return functions.eager_loss(replace(alone, problem=replicate.completed(problem, mine, library)), grad=grad)
-
-        def part(found: Sequence[Any]) -> Sequence[Any]:
-            mine = [None if i is None else found[i] for i in (*at[:3], *at[3 + len(VECTORS) :])]
-            return replicate.own_part(problem, local.Gradients.of(mine), wanted or flags, library).listed()
-
-        kinds = [(x.dtype, x.shape, need) for x, need in each.values()]
-        where = whole.rows.get_device(), torch._C._cuda_getCurrentRawStream(whole.rows.get_device())
-        form = problem.kind, problem.match, problem.margin, problem.smoothing, problem.whole, plan.name, plan.options
-        key = form, placement.shards, placement.rank, wanted, *where, *map(os.environ.get, VARIABLES), *at, *kinds
-        step = self._step(key, where, tensors, wants, lambda: True, launch, part)
-        if step is None:
-            return functions.eager_loss(plan, grad=grad, whole=whole)
-        value, number = functions.unrecorded(grad, step.loss, tensors)
-        if wanted is None:
-            return cast("Tensor", value)
-        return functions.recorded(ReplayedBackward(step, number, placement.factor), value, tensors, given)
-
-    def _step(
-        self,
-        key: Hashable,
-        where: Where,
-        tensors: Sequence[Tensor],
-        wants: Sequence[bool],
-        small: Callable[[], bool],
-        *how: Any,
-    ) -> Step | None:
-        """The step of a signature; None while it is launched. ``how``: see ``Step``."""
         step, due = self.find(key)
         if due and self._capturing.acquire(blocking=False):
             try:
-                if small():
-                    return self.capture(key, where, lambda pool: Step(where, pool, tensors, wants, *how))
-                self.refuse(key)
+                if compute.may_be_replayed(make(call.args, call.kwargs)[0]):
+                    again = lambda places: launch(*call.with_tensors(places))  # noqa: E731
+                    step = self.capture(key, where, lambda pool: Step(where, pool, tensors, wants, again))
+                else:
+                    self.refuse(key)
             finally:
                 self._capturing.release()
-        return step
+        return None if step is None else _replayed(step, tensors, wants, grad=call.grad)
+
+    def over_ranks(self, plan: Plan, *, grad: bool) -> Tensor:
+        """The loss of an eager call over ranks, differentiable.
+
+        A rank replays or captures a step only where all ranks do: another one would wait for its messages.
+        """
+        problem, placement = plan.problem, sums.placed(plan.problem)
+        ranks, rows = placement.communicator, problem.rows
+        if not ranks.captures or not compute.may_be_replayed(plan):
+            return functions.eager_loss(plan, grad=grad)
+        given, wanted = functions.asked(problem, grad=grad)
+        # vectors may be one array for both directions; features and scales have gradients of their own
+        features = [x for x in given if x is not None]
+        vectors = {id(x): x for x in problem.vectors if x is not None}
+        tensors = [*features, *vectors.values()]
+        wants = [grad and x.requires_grad for x in features] + [False] * len(vectors)
+        number = {key: len(features) + i for i, key in enumerate(vectors)}
+        own = iter(range(len(features)))
+        first, last = ([None if x is None else next(own) for x in xs] for xs in (given[:3], problem.columns))
+        at = [*first, *[None if x is None else number[id(x)] for x in problem.vectors], *last]
+        form = problem.kind, problem.match, problem.margin, problem.smoothing, problem.whole, plan.name, plan.options
+        around: tuple[Any, ...] = _around(rows.get_device()) if can_capture(rows) else ()
+        key = form, replace(placement, serial=0), wanted, around, *at, *[(x.dtype, x.shape) for x in tensors]
+        empty = replace(plan, problem=replace(problem, placement=replace(placement, agreed=True))).without_arrays()
+
+        def launch(places: Sequence[Tensor]) -> Tensor:
+            return functions.eager_loss(empty.with_arrays([None if i is None else places[i] for i in at]), grad=grad)
+
+        step, due = self.find(key) if around else (None, False)
+        due = due and self._capturing.acquire(blocking=False)
+        try:
+            least = _agreed(ranks, 2 if step is not None else due)
+            if least == 1:
+                ranks.calls.captured = {}
+                # autograd's thread sends messages, too
+                ranks.calls.leave()
+                step = self.capture(
+                    key, around[0], lambda pool: Step(around[0], pool, tensors, wants, launch, ranks.replay)
+                )
+                least = 2 * _agreed(ranks, step is not None)
+                if step is not None:
+                    held = ranks.calls.captured
+                    step.compared = {name: transfer(x, library_of(x), plan.library) for name, x in held.items()}
+                if not least:
+                    self.refuse(key)
+        finally:
+            if due:
+                self._capturing.release()
+        if step is None or least < 2:
+            return functions.eager_loss(plan, grad=grad)
+        sends = placement.exchange != "replicate" or problem.kind == STATISTICS
+        with sums.phase(placement):
+            value = _replayed(step, tensors, wants, partial(sums.phase, placement, wanted), sends, grad=grad)
+            scalars.read(placement, step.compared)
+        return value
+
+
+def _agreed(ranks: Communicator, state: int) -> int:
+    """The least of the ranks' numbers."""
+    import numpy as np
+
+    return int(ranks.agree(np.array([state])).min())
+
+
+def _around(device: int) -> tuple[Any, ...]:
+    """Where a step of this device is replayed (``Where``), and all else but its arguments that it depends on."""
+    where = device, torch._C._cuda_getCurrentRawStream(device)
+    cast_to = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    return where, cast_to, *map(os.environ.get, VARIABLES)
+
+
+def _replayed(step: Step, tensors: Sequence[Tensor], wants: Sequence[bool], *begin: Any, grad: bool) -> Tensor:
+    """The loss that a step gives of these tensors, differentiable; ``begin``: see ``ReplayedBackward``."""
+    value, number = functions.unrecorded(grad, step.loss, tensors)
+    if not any(wants):
+        return cast("Tensor", value)
+    return functions.recorded(ReplayedBackward(step, number, wants, *begin), value, tensors, tensors)
 
 
 STEPS = Steps()

@@ -61,11 +61,13 @@ class Calls:
         label: the phase whose messages are under way, or were the last.
         messages: how many were posted; the same on every rank.
         unread: of earlier calls, functions that return every rank's value of a number, or None until it has arrived.
+        captured: every rank's values, by name, of the call that was captured last: see ``scalars.read``.
     """
 
     label: Label = field(default_factory=Label)
     messages: int = 0
     unread: list[tuple[Label, Mapping[str, Any]]] = field(default_factory=list)
+    captured: Mapping[str, Any] = field(default_factory=dict)
     _serial: int = 0
     _agreed: int = 0
     _thread: int | None = None

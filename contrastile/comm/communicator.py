@@ -123,6 +123,11 @@ class Communicator(ABC):
         full = {r: [buffers.stored(x) for x in xs if x.nbytes] for r, xs in parts.items() if r != self.rank}
         return {r: xs for r, xs in full.items() if xs}
 
+    @property
+    def captures(self) -> bool:
+        """Whether a CUDA graph holds its messages; the same on every rank."""
+        return self.size == 1
+
     # the schedules use these
 
     def refusal(self, device: str) -> str | None:
@@ -180,6 +185,14 @@ class Communicator(ABC):
         # every rank counts every message, even one that has nothing for it
         self._guarded(self.calls.post)
         return _Guarded(self, self._guarded(self.post, outgoing, incoming))
+
+    def replay(self, graph: Any, like: Array) -> None:
+        """Queue the replay of a CUDA graph that may hold messages; ``like`` is an array on its device."""
+        self.check()
+        self._guarded(self._replay, graph, like)
+
+    def _replay(self, graph: Any, like: Array) -> None:
+        graph.replay()
 
     def shift(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Pending:
         """Send to rank + 1 and receive from rank - 1, around the ring."""

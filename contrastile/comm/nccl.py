@@ -151,6 +151,30 @@ class NCCLChannel:
     def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> Pending:
         gpu = self.gpu
         like = next(x for xs in (*outgoing.values(), *incoming.values()) for x in xs)
+
+        def queue(ready: Event) -> Event:
+            gpu.follow(self.stream, ready)
+            self.nccl.exchange(self.communicator, self.stream, outgoing, incoming, gpu.address)
+            return gpu.record(self.stream)
+
+        ranks = tuple(sorted({*outgoing, *incoming}))
+        return _Queued(gpu, like, *self._watched(queue, like, ranks, (outgoing, incoming)))
+
+    def replay(self, graph: Any, like: Array, ranks: tuple[int, ...]) -> None:
+        """Queue the replay of a graph with messages to and from these ranks; ``like`` is an array on the GPU."""
+        gpu = self.gpu
+
+        def queue(_: Event) -> Event:
+            graph.replay()
+            return gpu.record(gpu.current(like))
+
+        self._watched(queue, like, ranks)
+
+    def _watched(
+        self, queue: Callable[[Event], Event], like: Array, ranks: tuple[int, ...], held: object = None
+    ) -> tuple[Event, InFlight]:
+        """What ``queue`` queues after the event that it is given, and watches: where it ends, and its entry."""
+        gpu = self.gpu
         with gpu.active:
             now = gpu.current(like)
             captured = gpu.capturing(now)
@@ -158,7 +182,6 @@ class NCCLChannel:
             if not captured:
                 self.watchdog.admit()
             ready, ends = gpu.record(now), list[Event]()
-            ranks = tuple(sorted({*outgoing, *incoming}))
 
             def arrived() -> bool:
                 # a transfer that failed never has
@@ -166,15 +189,13 @@ class NCCLChannel:
                     return bool(ends) and gpu.passed(ends[0])
                 return False
 
-            message = InFlight(lambda: gpu.passed(ready), arrived, ranks, (outgoing, incoming))
+            message = InFlight(lambda: gpu.passed(ready), arrived, ranks, held)
             if not captured:
                 # before anything is queued: pairs that meet for the first time wait for each other in the call.
                 # Of a captured message the events say nothing of any replay, and asking them is an error
                 self.watchdog.add(message)
-            gpu.follow(self.stream, ready)
-            self.nccl.exchange(self.communicator, self.stream, outgoing, incoming, gpu.address)
-            ends.append(gpu.record(self.stream))
-        return _Queued(gpu, like, ends[0], message)
+            ends.append(queue(ready))
+        return ends[0], message
 
     def close(self) -> None:
         self.watchdog.close()

@@ -118,6 +118,18 @@ class PointToPoint(Communicator):
         outgoing, incoming, arrived = _on_host(outgoing, incoming, on_device)
         return _Received(channel.post(outgoing, incoming, number, self._seconds), arrived)
 
+    @property
+    def captures(self) -> bool:
+        # only a channel whose messages a graph holds replays one
+        return super().captures or hasattr(self._device, "replay")
+
+    def _replay(self, graph: Any, like: Array) -> None:
+        if self.size == 1:
+            super()._replay(graph, like)
+        else:
+            device: Any = self._device
+            device.replay(graph, like, tuple(r for r in range(self.size) if r != self.rank))
+
     def _for_device(self, host: Channel, like: Array) -> Channel:
         """The channel of arrays on a device; made at the first such message, which is the same on every rank."""
         if self._device is None:

@@ -99,6 +99,7 @@ class Placement:
         serial: the number of the call: see ``calls.Label``.
         loss: its name.
         unread: whether the scale or the bias is on a device, where this call is to compare it: see ``scalars``.
+        agreed: whether the ranks agree on each phase before it begins, as on the replay of a graph, and not within.
     """
 
     communicator: Communicator
@@ -108,6 +109,7 @@ class Placement:
     serial: int = 0
     loss: str = ""
     unread: bool = False
+    agreed: bool = False
 
     @property
     def rank(self) -> int:

@@ -9,6 +9,7 @@ are arrays of the caller's library: what follows is a call of a process alone, w
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary, library_of, working_for
 from contrastile.backends.contract import Array
@@ -27,8 +28,6 @@ def applies(problem: Problem) -> bool:
 def replicated(problem: Problem, arrays: ArrayLibrary) -> Problem:
     """The whole problem, of a process alone: every rank's part, joined in the order of the ranks, in one message.
 
-    It is for ``completed``.
-
     The scale and the bias, where they lie on a device, are compared: see ``scalars.checked``.
 
     Raises:
@@ -38,7 +37,9 @@ def replicated(problem: Problem, arrays: ArrayLibrary) -> Problem:
     rows, columns = placement.shards.rows, placement.shards.widths
     # pairs are numbered over the joined columns already
     joined = (arrays.concat(list(problem.columns)),) if problem.columns else ()
-    vectors = problem.vectors if _weight_of_all(problem) is None else (None,) * len(VECTORS)
+    # each row's weight where no vector need travel: all rows weigh the same, and row i has column i
+    known = problem.whole if len(problem.columns) == 1 else None
+    vectors = problem.vectors if known is None else (None,) * len(VECTORS)
     own = problem.rows, None, None, *vectors, *joined
     counts = rows, (), (), *(columns if name in OF_COLUMNS else rows for name in VECTORS), *[columns] * len(joined)
     # weights and targets are the builders', so every rank has one of both directions, or two, and one travels once.
@@ -55,26 +56,15 @@ def replicated(problem: Problem, arrays: ArrayLibrary) -> Problem:
         wholes = gathered(placement, arrays, *parts.values(), *scalars.parts(placement, arrays, numbers))
     found = dict(zip(parts, wholes, strict=False))
     whole = problem.with_arrays([found.get(i) for i in homes])
-    compared = scalars.checked(placement, arrays, numbers, wholes[len(parts) :])
-    return replace(whole, placement=None, whole=None, **{"scale": problem.scale, "bias": problem.bias, **compared})
-
-
-def _weight_of_all(problem: Problem) -> float | None:
-    """Each row's weight where no vector need travel: all rows weigh the same, and row i has column i. Else None."""
-    return problem.whole if len(problem.columns) == 1 else None
-
-
-def completed(problem: Problem, whole: Problem, arrays: ArrayLibrary) -> Problem:
-    """What ``replicated`` gives, with the vectors that did not travel."""
-    known = _weight_of_all(problem)
-    if known is None:
-        return whole
-    m, dtype = whole.rows.shape[0], arrays.dtype(whole.scale)
-    weight, target = (arrays.full((m,), value, dtype, whole.rows) for value in (known, 1.0))
-    found = {"row_weight": weight, "row_target": target, "positives": arrays.arange(0, m, whole.rows)}
-    if problem.column_weight is not None:
-        found |= {"column_weight": weight, "column_target": target}
-    return replace(whole, **found)
+    more: dict[str, Any] = {"scale": problem.scale, "bias": problem.bias}
+    more |= scalars.checked(placement, arrays, numbers, wholes[len(parts) :])
+    if known is not None:
+        m, dtype = whole.rows.shape[0], arrays.dtype(problem.scale)
+        weight, target = (arrays.full((m,), value, dtype, whole.rows) for value in (known, 1.0))
+        more |= {"row_weight": weight, "row_target": target, "positives": arrays.arange(0, m, whole.rows)}
+        if problem.column_weight is not None:
+            more |= {"column_weight": weight, "column_target": target}
+    return replace(whole, placement=None, whole=None, **more)
 
 
 def own_value(problem: Problem, value: Array) -> Array:

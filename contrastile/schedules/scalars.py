@@ -76,11 +76,19 @@ def checked(
         numbers: scale and bias, of one element each, by name.
         whole: (ranks,) for each of them, every rank's.
     """
-    reads = {name: buffers.read_later(every) for name, every in zip(numbers, whole, strict=True)}
-    if reads and None not in reads.values():
-        placement.communicator.calls.unread.append((Label(placement.serial, "forward", placement.loss), reads))
+    read(placement, dict(zip(numbers, whole, strict=True)))
     pairs = zip(numbers.items(), whole, strict=True)
     return {name: arrays.where(alike(every), x, float("nan")) for (name, x), every in pairs}
+
+
+def read(placement: Placement, every: Mapping[str, Array]) -> None:
+    """Start to copy every rank's numbers, by name, to the host, for ``check``. Of a graph, who replays it does."""
+    reads = {name: buffers.read_later(x) for name, x in every.items()}
+    calls = placement.communicator.calls
+    if None in reads.values():
+        calls.captured = every
+    elif reads:
+        calls.unread.append((Label(placement.serial, "forward", placement.loss), reads))
 
 
 def check(communicator: Communicator) -> None:

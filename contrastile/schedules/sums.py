@@ -30,7 +30,7 @@ def phase(placement: Placement, wanted: local.Wanted | None = None) -> Iterator[
         ExchangeError: a rank is at another call or phase, or wants other gradients, or did not answer within the
             deadline; on every rank.
     """
-    if wanted is not None and placement.size > 1:
+    if wanted is not None and placement.size > 1 and not placement.agreed:
         flags = (wanted.scale, wanted.bias, wanted.rows, *wanted.columns)
         # imported when called: ``import contrastile`` imports nothing but the standard library
         import numpy as np

@@ -1,20 +1,18 @@
-"""Blocks from graphs, with a graph that is made up: what is captured, what a replay is given and what it gives."""
+"""Steps from graphs, with a graph that is made up: what is captured, what a replay is given and what it gives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import contrastile
 from contrastile.autograd import steps
-from contrastile.backends import replay, settings
-from contrastile.backends.contract import Block, Finished, Options, Pairs, SideWeights, Weights
-from contrastile.backends.registry import load
-from contrastile.backends.replay import Graphs
+from contrastile.backends import replay
+from contrastile.backends.replay import Signatures
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 
 BEFORE = 3
@@ -36,13 +34,6 @@ class Repeating:
         self.action()
 
 
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    monkeypatch.setattr(replay, "record", recorded)
-    return Graphs()
-
-
 def recorded(where: Any, actions: Sequence[Callable[[], Sequence[Any]]], pool: Any) -> tuple[list[Any], list[Any]]:
     graphs, results, grad = [], [], torch.is_grad_enabled()
     for action in actions:
@@ -62,12 +53,6 @@ def recorded(where: Any, actions: Sequence[Callable[[], Sequence[Any]]], pool: A
     return graphs, results
 
 
-def compute(arrays: Sequence[Any]) -> list[Any]:
-    x, y, *rest = arrays
-    shift = sum(each.sum() for each in rest if each is not None)
-    return [x @ y.T + shift, x.sum(1), y.sum(1), None, x.double().sum()]
-
-
 def drawn(seed: int, m: int = 5, n: int = 3) -> list[Any]:
     draw = torch.Generator().manual_seed(seed)
     return [torch.randn(k, 4, generator=draw) for k in (m, n)]
@@ -78,112 +63,46 @@ def same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
     return all(a is b is None or (a is not None and torch.equal(a, b)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("other", ["what", "shape", "dtype", "none", "alias", "stream", *settings.VARIABLES])
-def test_what_differs_is_another_call(other: str, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    def call(seed: int, different: bool) -> None:
-        arrays, what = [*drawn(seed, 5, 5), torch.ones(2)], "what"
-        x, y, z = arrays
-        changed = {"shape": [x[:4], y, z], "dtype": [x, y, z.double()], "none": [x, y, None], "alias": [x, x, z]}
-        if different and other == "what":
-            what = "other"
-        elif different and other in changed:
-            arrays = changed[other]
-        elif different and other == "stream":
-            monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 8, raising=False)
-        elif different:
-            monkeypatch.setenv(other, "3")
-        assert same(graphs.call(what, arrays, compute), compute(arrays))
+class Kept(replay.Captured):
+    """Graphs that were captured, of nothing."""
 
-    for seed in range(BEFORE):
-        call(seed, False)
-    assert len(graphs.captured) == 1
-    for seed in range(BEFORE):
-        call(seed, True)
-    assert len(graphs.captured) == 2
+    pool = None
 
 
-def test_more_call_signatures_in_turn_than_graphs_are_not_captured_for_ever(
-    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, kinds = [], replay.MOST + 3
+def called(signatures: Signatures[Kept], key: str, made: list[str]) -> bool:
+    """Whether a call of this signature is replayed."""
 
-    def counted(*given: Any) -> Any:
-        made.append(1)
-        return recorded(*given)
+    def make(pool: Any) -> Kept:
+        made.append(key)
+        if key == "impossible":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return Kept((0, 7))
 
-    monkeypatch.setattr(replay, "record", counted)
-    counts = []
+    found, due = signatures.find(key)
+    if due:
+        found = signatures.capture(key, (0, 7), make)
+    if found is not None:
+        found.replays += 1
+    return found is not None
+
+
+def test_more_call_signatures_in_turn_than_graphs_are_not_captured_for_ever() -> None:
+    signatures, made, counts, kinds = Signatures[Kept](), list[str](), [], replay.MOST + 3
     for _ in range(20):
-        for what in range(kinds):
-            arrays = drawn(what)
-            assert same(graphs.call(what, arrays, compute), compute(arrays))
+        for key in range(kinds):
+            called(signatures, str(key), made)
         counts.append(len(made))
     # once every graph is of a kind that stays, nothing is captured any more
     assert counts[-1] == counts[BEFORE] == kinds
-    assert len(graphs.captured) == replay.MOST
-    assert min(captured.replays for captured in graphs.captured.values()) > replay.WORTH
+    assert len(signatures.captured) == replay.MOST
+    assert min(captured.replays for captured in signatures.captured.values()) > replay.WORTH
 
 
-def test_what_cannot_be_captured_is_computed_and_not_tried_again(
-    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[int] = []
-
-    def failing(*_: Any) -> None:
-        tried.append(1)
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(replay, "record", failing)
-    for seed in range(2 * BEFORE):
-        arrays = drawn(seed)
-        assert same(graphs.call("what", arrays, compute), compute(arrays))
-    assert len(tried) == 1
-    assert not graphs.captured
-
-
-def test_primitives_between_messages_are_replayed(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_backend = load("torch")
-    finished_blocks: list[Any] = []
-
-    def finished(block: Any, weights: Any, upstream: Any, columns: Any, options: Any) -> Any:
-        finished_blocks.append(block)
-        return Finished(block.rows * upstream, block.columns * 2, weights.rows.weight.double().sum())
-
-    backend = replay.replayed(replace(torch_backend, finished=finished))
-    monkeypatch.setattr(replay, "GRAPHS", graphs)
-    monkeypatch.setattr(replay, "fits", lambda rows, columns: True)
-    monkeypatch.setattr(replay, "can_capture", lambda x: True)
-    for seed in range(BEFORE + 2):
-        rows, columns = drawn(seed)[:2]
-        block = Block(rows, columns, torch.tensor(2.0), pairs=Pairs(positives=torch.arange(5) % 3))
-        found = backend.lse(block, True, Options())
-        expected = torch_backend.lse(block, True, Options())
-        assert same(*([*x.rows, *(x.columns or ())] for x in (found, expected)))
-        weights = Weights(SideWeights(*found.rows[:2], rows[:, 0], rows[:, 1]))
-        assert backend.finished is not None
-        done = backend.finished(block, weights, torch.tensor(3.0), "gradient", Options())
-        assert same([done.rows, done.columns, done.inner], [rows * 3, columns * 2, rows[:, 0].double().sum()])
-    assert [x.replays for x in graphs.captured.values()] == [3, 3]
-    before = len(finished_blocks)
-    backend.finished(block, replace(weights, kept=rows), torch.tensor(3.0), "gradient", Options())
-    assert finished_blocks[before:] == [block]
-
-
-def test_a_backend_of_other_arrays_becomes_one_of_torchs_over_the_same_memory() -> None:
-    backend = replay._over_torch(load("numpy"))
-    rows, columns = torch.randn(2, 5, 3, dtype=torch.float64).unbind()
-    block = Block(rows, columns, torch.tensor(2.0, dtype=torch.float64), None, Pairs(torch.arange(5)))
-    found = backend.lse(block, True, Options())
-    logits = 2 * rows @ columns.T
-    others = logits.masked_fill(torch.eye(5, dtype=torch.bool), -torch.inf)
-    assert found.columns is not None
-    torch.testing.assert_close(found.rows.negative_lse.sum(1), others.logsumexp(1))
-    torch.testing.assert_close(found.columns.positive_lse.sum(1), logits.diagonal())
-    into = torch.ones(5, 3, dtype=torch.float64)
-    ones = torch.ones(5, dtype=torch.float64)
-    backend.gradients(block, Weights(SideWeights(*found.rows[:2], ones, ones)), into, None, Options())
-    probability = logits.softmax(1) - torch.eye(5)
-    torch.testing.assert_close(into, 1 + probability @ columns)
+def test_what_cannot_be_captured_is_not_tried_again() -> None:
+    signatures, made = Signatures[Kept](), list[str]()
+    assert not any(called(signatures, "impossible", made) for _ in range(2 * BEFORE))
+    assert len(made) == 1
+    assert not signatures.captured
 
 
 @pytest.mark.parametrize("upstream", [1.0, -2.5])
@@ -222,28 +141,74 @@ def additive(i: Any, t: Any, s: Any, **how: Any) -> Any:
     return contrastile.sigmoid_loss(i, t, s, s.detach() - 9, **how)
 
 
-@pytest.mark.parametrize("loss", [clip, of_ids, with_a_queue, views, labelled, additive])
-def test_a_replicated_step_from_graphs_has_the_bits_of_a_launched_one(
-    graphs: Graphs, monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Any]
+def of_statistics(i: Any, t: Any, s: Any, **how: Any) -> Any:
+    found = contrastile.statistics(i, t, s, **how)
+    return (found.rows.negatives - found.columns.positives[: len(i)] ** 2).sum()
+
+
+@pytest.fixture
+def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> steps.Steps:
+    """Graphs whose replays compute again, for features on the host and ranks that are threads."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(steps, "record", recorded)
+    monkeypatch.setattr(steps, "can_capture", lambda x: True)
+    monkeypatch.setattr(InProcess, "captures", True)
+    monkeypatch.setattr(steps, "STEPS", found := steps.Steps())
+    # ranks of one process capture at once
+    monkeypatch.setattr(found, "_capturing", Mock(acquire=Mock(return_value=True)))
+    return found
+
+
+@pytest.mark.parametrize("exchange", ["replicate", "gather", "ring", "two-level"])
+@pytest.mark.parametrize("loss", [clip, of_ids, with_a_queue, views, labelled, additive, of_statistics])
+def test_a_step_over_ranks_from_graphs_has_the_bits_of_a_launched_one(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Any], exchange: str
 ) -> None:
-    """Ranks of 4 and 3 samples; three calls in turn, of which only the last is differentiated at once."""
+    """Ranks of 4 and 3 samples; calls in turn, of which only the last is differentiated at once."""
 
     def program(comm: InProcess) -> list[Any]:
         results: list[Any] = []
         for seed in range(BEFORE + 2):
             given = [x.split((4, 3))[comm.rank].clone().requires_grad_() for x in drawn(seed, 7, 7)]
             scale = torch.tensor(2.0 + seed, requires_grad=True)
-            value = loss(*given, scale, group=comm, exchange="replicate")
+            value = loss(*given, scale, group=comm, exchange=exchange)
             results.append((value, [*given, scale]))
         for value, _ in reversed(results):
             (-1.5 * value).backward()
         return [x for value, given in results for x in (value.detach(), *(each.grad for each in given))]
 
     expected = InProcessGroup[list[Any]](2).run(program)
-    monkeypatch.setattr(steps, "STEPS", found := steps.Steps())
-    monkeypatch.setattr(steps, "record", recorded)
-    monkeypatch.setattr(steps, "can_capture", lambda x: True)
-    monkeypatch.setattr(replay, "fits", lambda rows, columns: True)
+    graphs = request.getfixturevalue("eager_graphs")
     for ours, launched in zip(InProcessGroup[list[Any]](2).run(program), expected, strict=True):
         assert same(ours, launched)
-    assert found.captured
+    assert [x.replays for x in graphs.captured.values()] == [BEFORE + 2] * 2
+
+
+@pytest.mark.parametrize("others", ["never due", "cannot capture"])
+def test_a_rank_replays_only_what_every_rank_replays(
+    eager_graphs: steps.Steps, monkeypatch: pytest.MonkeyPatch, others: str
+) -> None:
+    def capture(key: Any, *how: Any) -> Any:
+        found = captured(key, *how)
+        if others == "cannot capture" and key[1].rank == 1:
+            eager_graphs.refuse(key)
+            return None
+        return found
+
+    def may(x: Any) -> bool:
+        return others != "never due" or len(x) == 4
+
+    captured = eager_graphs.capture
+    monkeypatch.setattr(eager_graphs, "capture", capture)
+    monkeypatch.setattr(steps, "can_capture", may)
+
+    def program(comm: InProcess) -> float:
+        for seed in range(BEFORE + 2):
+            given = [x.split((4, 3))[comm.rank].clone().requires_grad_() for x in drawn(seed, 7, 7)]
+            value = contrastile.clip_loss(*given, 2.0, group=comm, exchange="gather")
+            value.backward()
+        return float(value.detach())
+
+    values = InProcessGroup[float](2).run(program)
+    assert values[0] == pytest.approx(float(contrastile.clip_loss(*drawn(BEFORE + 1, 7, 7), 2.0)))
+    assert not eager_graphs.captured

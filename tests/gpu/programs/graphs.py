@@ -1,4 +1,4 @@
-"""Shows that steps with a group replay from CUDA graphs with the bits of eager ones.
+"""Shows that steps with a group replay from CUDA graphs, the caller's or our own, with the bits of eager ones.
 
 ``torchrun --nproc-per-node N tests/gpu/programs/graphs.py torch [BACKEND ...]``, or ``mpirun -n N python -m mpi4py
 tests/gpu/programs/graphs.py mpi ...`` for MPI's ranks. Torch tensors, uneven shards. The last replays and eager steps
@@ -8,6 +8,7 @@ come more than a deadline after the capture. One line per check.
 from __future__ import annotations
 
 import faulthandler
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from capturing import captured, stepped
 from exchange import SECONDS, join
 
 import contrastile
+from contrastile.autograd.steps import STEPS
+from contrastile.backends.replay import SETTING
 from contrastile.comm.connect import connect
 
 BACKENDS, WIDTH = ["triton", "torch", "cupy"], 72
@@ -65,6 +68,38 @@ def check(comm: Any, backend: str, exchange: str) -> Callable[[], bool]:
     return again
 
 
+def repeated(group: Any, comm: Any, backend: str, exchange: str, loss: Callable[..., Any]) -> list[Any]:
+    """Losses and gradients of calls in turn, of which only the last is differentiated at once."""
+    calls = []
+    for seed in range(6):
+        leaves = [x.requires_grad_() for x in (*features(comm, seed), torch.tensor(20.0 + seed, device="cuda"))]
+        calls.append((loss(*leaves, backend=backend, group=group, exchange=exchange), leaves))
+    for value, _ in reversed(calls):
+        (-1.5 * value).backward()
+    return [x for value, leaves in calls for x in (value.detach(), *(each.grad for each in leaves))]
+
+
+def replays(group: Any, comm: Any, backend: str, exchange: str, loss: Callable[..., Any]) -> bool:
+    """Whether steps are replayed by themselves, with the bits of launched ones."""
+    os.environ[SETTING] = "0"
+    launched = repeated(group, comm, backend, exchange, loss)
+    os.environ[SETTING] = "1"
+    before = len(STEPS.captured)
+    found = repeated(group, comm, backend, exchange, loss)
+    return len(STEPS.captured) > before and all(map(torch.equal, found, launched))
+
+
+def of_ids(image: Any, text: Any, scale: Any, **how: Any) -> Any:
+    """A loss with vectors, which differ from call to call."""
+    ids = torch.arange(len(image), device="cuda") % 50
+    return contrastile.clip_loss(image, text, scale, ids=ids, weights=image.detach()[:, 0].abs().float(), **how)
+
+
+def of_views(image: Any, text: Any, scale: Any, **how: Any) -> Any:
+    """Rows against themselves."""
+    return contrastile.nt_xent(image, text, scale, **how)
+
+
 def main() -> None:
     """All backends and both schedules, twice."""
     faulthandler.dump_traceback_later(SECONDS, exit=True)
@@ -75,6 +110,12 @@ def main() -> None:
     # the first word is an engine, which may have a backend's name
     backends = [name for name in BACKENDS if name in sys.argv[2:]] or BACKENDS
     checks = {f"{b} {how}": check(comm, b, how) for b in backends for how in ("ring", "gather")}
+    for loss in (contrastile.clip_loss, of_ids, of_views):
+        for b in backends:
+            STEPS.captured.clear()
+            for how in ("replicate", "ring", "gather"):
+                name = f"{b} {how} {loss.__name__}, by itself"
+                checks[name] = partial(bool, not comm.captures or replays(group, comm, b, how, loss))
     for when in ("at once", "after more than a deadline"):
         for name, again in checks.items():
             everybody = comm.agree(np.array([again()], dtype=np.int64))
