@@ -60,6 +60,13 @@ class Pending(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """A message under way, by its ``wait``."""
+
+    wait: Callable[[], None]
+
+
 class Communicator(ABC):
     """Messages between the ranks of one group.
 
