@@ -144,9 +144,7 @@ def backward(
         inner = arrays.inner(problem.rows, row_sum) if wanted.scale else None
     sums, totals = _returned(placement, arrays, column_sum, wanted.columns, [inner] if wanted.scale else [])
     features = local.Wanted(wanted.rows, wanted.columns, scale=False)
-    rest = local.gradients_from_sums(
-        problem.rows, problem.scale, local.Sums(row_sum, sums, None), None, features, arrays
-    )
+    rest = local.gradients_from_sums(problem, local.Sums(row_sum, sums, None), None, features, arrays)
     scale = mean(placement, arrays, totals[0], problem.scale) if wanted.scale else None
     return local.Gradients(rest.rows if row_gradient is None else row_gradient, rest.columns, scale, None)
 

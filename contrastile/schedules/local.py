@@ -243,7 +243,7 @@ def backward(problem: Problem, saved: Forward, upstream: Array, wanted: Wanted, 
         backend.gradients(block, _weights(weighted, saved, where, number, arrays), row_sum, column_sums[-1], options)
     # the upstream gradient is in the weights already, and a softmax does not depend on a bias
     sums = Sums(row_sum, tuple(column_sums), None)
-    return gradients_from_sums(problem.rows, problem.scale, sums, None, wanted, arrays)
+    return gradients_from_sums(problem, sums, None, wanted, arrays)
 
 
 def kept_by(parts: Sequence[Array | None]) -> tuple[Array | None, ...]:
@@ -335,28 +335,22 @@ def sigmoid(problem: Problem, wanted: Wanted | None, work: Work) -> tuple[Array,
 
 @ieee
 def gradients_from_sums(
-    rows: Array,
-    scale: Array,
-    sums: Sums,
-    upstream: Array | None,
-    wanted: Wanted,
-    arrays: ArrayLibrary,
-    numbers: str | None = None,
+    problem: Problem, sums: Sums, upstream: Array | None, wanted: Wanted, arrays: ArrayLibrary, numbers: str = ""
 ) -> Gradients:
     """Gradients from the accumulated sums: times the scale, cast once to the features' dtype.
 
     ``dscale = sum_i <row_i, (G K)_i>`` is taken before the cast and needs no pass over the tiles.
 
     Args:
-        rows: (m, d) features of the problem.
-        scale: 0-d, its scale.
+        problem: of which the rows and the scale are read.
         sums: what the primitives accumulated over it.
         upstream: 0-d factor still to be applied, leaving the sums as they are; None when the weights carried it, and
             then the sums are consumed.
         wanted: which gradients to give.
         arrays: the library of all these arrays.
-        numbers: dtype of the gradients of scale and bias; None for the scale's.
+        numbers: dtype of the gradients of scale and bias; by default the scale's.
     """
+    rows, scale = problem.rows, problem.scale
     dtype, scalar = arrays.dtype(rows), numbers or arrays.dtype(scale)
 
     def whole(x: Array | None, want: bool) -> Array | None:

@@ -127,13 +127,13 @@ def backward(
             of_own[here.start * each : here.stop * each] = part[:, first:].reshape((-1, own.shape[1]))
     module, shared, which = _shared(problem)
     wanted = replace(wanted, columns=wanted.columns[which])
-    alone = local.Sums(sums, (), None), None, wanted, source
+    alone = replace(problem, scale=factor), local.Sums(sums, (), None), None, wanted, source
     found: local.Gradients
     if shared.columns:
         found = module.backward(replace(shared, row_sums=sums), saved, upstream, wanted, work)
     elif placement is not None:
-        found = gradients_over_ranks(rows, factor, placement, *alone)
+        found = gradients_over_ranks(*alone)
     else:
-        found = local.gradients_from_sums(rows, factor, *alone)
+        found = local.gradients_from_sums(*alone)
         found = replace(found, scale=None if found.scale is None else alongside(found.scale, problem.scale))
     return replace(found, columns=(*[of_key] * first, *found.columns, of_own))

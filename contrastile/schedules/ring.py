@@ -137,7 +137,7 @@ def backward(
     limited = problem.row_limits is not None or problem.column_limits is not None
     whole = arrays.dtype(problem.rows) == "float64" or limited
     sums = local.Sums(row_sum, _gradient_sums(ring, wanted.columns, backend, compute, whole=whole), None)
-    return gradients_over_ranks(problem.rows, problem.scale, placement, sums, None, wanted, arrays)
+    return gradients_over_ranks(problem, sums, None, wanted, arrays)
 
 
 @local.ieee

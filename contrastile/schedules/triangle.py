@@ -184,7 +184,7 @@ def backward(
     if sums is not None:
         add_gradients(problem, *weights_of(problem, saved.rows, arrays), sums, work, saved.kept)
     whole = local.Sums(sums, (), None)
-    return counted_once(local.gradients_from_sums(problem.rows, problem.scale, whole, None, wanted, arrays))
+    return counted_once(local.gradients_from_sums(problem, whole, None, wanted, arrays))
 
 
 def counted_once(found: local.Gradients) -> local.Gradients:

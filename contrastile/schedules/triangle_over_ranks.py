@@ -149,7 +149,7 @@ def backward(
     if sums is not None:
         _add_gradients(weighted, saved, sums, work)
     whole = local.Sums(sums, (), None)
-    found = gradients_over_ranks(problem.rows, problem.scale, placed(problem), whole, None, wanted, arrays)
+    found = gradients_over_ranks(problem, whole, None, wanted, arrays)
     return triangle.counted_once(found)
 
 
