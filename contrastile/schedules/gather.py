@@ -46,7 +46,6 @@ def _block(problem: Problem, arrays: ArrayLibrary, kept: Array | None = None) ->
     return replace(problem, **own).block(kept, 0, marks)
 
 
-@local.ieee
 def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows and columns.
 
@@ -112,7 +111,6 @@ def _over_columns(
     return value, (lses[0][start:stop], lses[1][start:stop]), (*lses, weight, target)
 
 
-@local.ieee
 def backward(
     problem: Problem, saved: local.Forward, upstream: Array, wanted: local.Wanted, work: local.Work
 ) -> local.Gradients:
@@ -186,7 +184,6 @@ def by_block(placement: Placement, own: Array | None, wants: tuple[bool, ...]) -
     return tuple(parts if len(parts) == 1 else [None if x is None else buffers.copied(x) for x in parts])
 
 
-@local.ieee
 def sigmoid(problem: Problem, wanted: local.Wanted | None, work: local.Work) -> tuple[Array, local.Sums | None]:
     """The global sigmoid loss and, in the same pass, the sums behind this rank's gradients."""
     backend, options = work

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import wraps
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 from contrastile.backends import bars, objectives
 from contrastile.backends.arrays import ArrayLibrary
@@ -22,9 +22,6 @@ from contrastile.backends.contract import (
 )
 from contrastile.schedules.problem import Problem
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 Lses = tuple[Array, Array]
 """N and P of one side: see ``contract.SideStatistics``."""
 
@@ -32,18 +29,12 @@ State = Sequence[Array | None]
 """What a loss leaves for its gradients, in one row. Only the schedule knows what each array is."""
 
 
-def ieee(function: Callable[P, R]) -> Callable[P, R]:
-    """Silence NumPy's warnings of NaN and infinity: here they are results."""
+def quiet() -> AbstractContextManager[Any]:
+    """While open, NumPy does not warn of NaN and infinity: here they are results."""
+    # imported when called: ``import contrastile`` imports nothing but the standard library
+    import numpy as np
 
-    @wraps(function)
-    def quiet(*args: P.args, **kwargs: P.kwargs) -> R:
-        # imported when called: ``import contrastile`` imports nothing but the standard library
-        import numpy as np
-
-        with np.errstate(all="ignore"):
-            return function(*args, **kwargs)
-
-    return quiet
+    return np.errstate(all="ignore")
 
 
 class Work(NamedTuple):
@@ -160,21 +151,16 @@ def lse_function(rows: Array, count: int, wanted: Wanted | None, work: Work, *, 
         single: whether there is one block, which ``finished`` may be given.
     """
     backend, options = work
-    if wanted is None or backend.keeping is None or not keeps(rows, count, backend.arrays, backend, options):
+    if wanted is None or backend.keeping is None or backend.keeps is None:
+        return backend.lse
+    dtype, device = backend.arrays.dtype(rows), backend.arrays.device(rows)
+    if backend.keeps(rows.shape[0], count, dtype, device, options) == 0:
         return backend.lse
     if backend.finished is not None and not (single and wanted.rows and all(wanted.columns)):
         return backend.lse
     return backend.keeping
 
 
-def keeps(rows: Array, count: int, arrays: ArrayLibrary, backend: Backend, options: Options) -> bool:
-    """Whether a backend may keep something of a problem of these rows, of this library, and ``count`` columns."""
-    if backend.keeps is None:
-        return False
-    return backend.keeps(rows.shape[0], count, arrays.dtype(rows), arrays.device(rows), options) > 0
-
-
-@ieee
 def forward(problem: Problem, work: Work, *, wanted: Wanted | None = None) -> Forward:
     """The softmax loss and its log-sum-exps.
 
@@ -224,7 +210,6 @@ def joined(arrays: ArrayLibrary, parts: Sequence[SideStatistics]) -> SideStatist
     return SideStatistics(*(arrays.concat(list(x)) for x in zip(*parts, strict=True)))
 
 
-@ieee
 def backward(problem: Problem, saved: Forward, upstream: Array, wanted: Wanted, work: Work) -> Gradients:
     """Gradients of ``upstream * loss`` for the softmax loss; ``upstream`` is 0-d, state dtype."""
     backend, options = work
@@ -314,7 +299,6 @@ def weighing_positives(work: Work) -> Work:
     return work._replace(backend=replace(backend, sigmoid=sigmoid))
 
 
-@ieee
 def sigmoid(problem: Problem, wanted: Wanted | None, work: Work) -> tuple[Array, Sums | None]:
     """The sigmoid loss (0-d, state dtype) and, in the same pass, the sums behind its gradients."""
     backend, options = work
@@ -333,7 +317,6 @@ def sigmoid(problem: Problem, wanted: Wanted | None, work: Work) -> tuple[Array,
     return value, Sums(row_sum, tuple(column_sums), total) if wanted is not None else None
 
 
-@ieee
 def gradients_from_sums(
     problem: Problem, sums: Sums, upstream: Array | None, wanted: Wanted, arrays: ArrayLibrary, numbers: str = ""
 ) -> Gradients:

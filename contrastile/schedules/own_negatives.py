@@ -78,7 +78,6 @@ def _statistics(problem: Problem, backend: Backend) -> SideStatistics:
     return SideStatistics(n, p, p if problem.own_positives else xp.exp(p))
 
 
-@local.ieee
 def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The softmax loss, of ranks the global one, and the log-sum-exps of all columns: see ``local.forward``."""
     arrays, rows = work.backend.arrays, _statistics(problem, work.backend)
@@ -93,7 +92,6 @@ def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None =
     return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), rows[:2])
 
 
-@local.ieee
 def backward(
     problem: Problem, saved: local.Forward, upstream: Array, wanted: local.Wanted, work: local.Work
 ) -> local.Gradients:

@@ -74,7 +74,6 @@ def _blocks(problem: Problem, placement: Placement, shard: _Shard) -> Iterator[t
         yield where, problem.block(columns, start + where.start, marks_of(shard.marks, where))
 
 
-@local.ieee
 def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows and columns.
 
@@ -107,7 +106,6 @@ def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None =
     return finalize_loss(problem, loss, rows[0], arrays, over)
 
 
-@local.ieee
 def backward(
     problem: Problem, saved: local.Forward, upstream: Array, wanted: local.Wanted, work: local.Work
 ) -> local.Gradients:
@@ -140,7 +138,6 @@ def backward(
     return gradients_over_ranks(problem, sums, None, wanted, arrays)
 
 
-@local.ieee
 def sigmoid(problem: Problem, wanted: local.Wanted | None, work: local.Work) -> tuple[Array, local.Sums | None]:
     """The global sigmoid loss and, in the same pass, the sums behind this rank's gradients."""
     backend, options = work
