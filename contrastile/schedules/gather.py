@@ -34,16 +34,16 @@ def _block(problem: Problem, arrays: ArrayLibrary, kept: Array | None = None) ->
     One message, in which the forward pass compares the scale and the bias too: see ``scalars``.
     """
     placement = placed(problem)
-    widths, numbers = placement.shards.widths, scalars.of(problem) if kept is None else {}
+    widths, numbers = placement.shards.widths, scalars.parts(problem, arrays) if kept is None else []
     columns = [] if kept is not None else [arrays.concat(list(problem.columns))]
     parts = [(x, widths) for x in (*columns, *problem.marks) if x is not None]
-    found = gathered(placement, arrays, *parts, *scalars.parts(placement, arrays, numbers)) if parts else []
-    own = scalars.checked(placement, arrays, numbers, found[len(parts) :])
+    found = gathered(placement, arrays, *parts, *numbers) if parts else []
+    problem = scalars.checked(problem, arrays, found[len(parts) :])
     each = iter(found)
     kept = next(each) if kept is None else kept
     marks = [None if x is None else next(each) for x in problem.marks]
     # the pairs' numbers are those of the joined columns already
-    return replace(problem, **own).block(kept, 0, marks)
+    return problem.block(kept, 0, marks)
 
 
 def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:

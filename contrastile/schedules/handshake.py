@@ -139,7 +139,7 @@ class Handshake:
         shards = _shards(everyone[:, : -len(scalars.NAMES)].tobytes(), len(everyone), len(columns))
         exchange = self._chosen(comm, shards, int(rows.shape[1]), dtype, device)
         unread = not scalars.READABLE.issuperset(places) and scalars.due(label.serial, exchange) and comm.size > 1
-        self.placement = Placement(comm, exchange, self.reduction, shards, label.serial, label.loss, unread)
+        self.placement = Placement(comm, exchange, self.reduction, shards, label, unread)
         return Met(sum(shards.rows), sum(shards.widths), self.placement.start, self.placement)
 
     def _chosen(self, comm: Communicator, shards: Shards, width: int, dtype: str, device: str) -> Any:

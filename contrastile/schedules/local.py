@@ -116,12 +116,6 @@ class Gradients:
         return self.rows, self.scale, self.bias, *self.columns
 
 
-def both_sides(found: Gradients) -> Array:
-    """The gradient of features that are rows and columns at once."""
-    rows: Array = found.rows
-    return rows + found.columns[0] if found.columns else rows
-
-
 @dataclass(frozen=True, slots=True)
 class Sums:
     """What the primitives accumulate: G K, G^T Q (both without the factor scale) and sum G, in the state dtype."""

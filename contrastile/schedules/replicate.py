@@ -50,13 +50,12 @@ def replicated(problem: Problem, arrays: ArrayLibrary) -> Problem:
     parts = {
         i: (x, each) for i, (x, each) in enumerate(zip(own, counts, strict=True)) if homes[i] == i and x is not None
     }
-    numbers = scalars.of(problem)
     with working_for(arrays, arrays, problem.rows), phase(placement):
-        wholes = gathered(placement, arrays, *parts.values(), *scalars.parts(placement, arrays, numbers))
+        wholes = gathered(placement, arrays, *parts.values(), *scalars.parts(problem, arrays))
     found = dict(zip(parts, wholes, strict=False))
     whole = problem.with_arrays([found.get(i) for i in homes])
-    compared = scalars.checked(placement, arrays, numbers, wholes[len(parts) :])
-    return replace(whole, placement=None, whole=None, **{"scale": problem.scale, "bias": problem.bias, **compared})
+    problem = scalars.checked(problem, arrays, wholes[len(parts) :])
+    return replace(whole, placement=None, whole=None, scale=problem.scale, bias=problem.bias)
 
 
 def _weight_of_all(problem: Problem) -> float | None:

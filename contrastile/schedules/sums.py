@@ -36,7 +36,8 @@ def phase(placement: Placement, wanted: local.Wanted | None = None) -> Iterator[
         import numpy as np
 
         wants = sum(1 << i for i, flag in enumerate(flags) if flag)
-        placement.communicator.agree(np.empty(0, np.int64), Label(placement.serial, "backward", placement.loss, wants))
+        label = Label(placement.call.serial, "backward", placement.call.loss, wants)
+        placement.communicator.agree(np.empty(0, np.int64), label)
     try:
         yield
     finally:
