@@ -132,12 +132,6 @@ class Communicator(ABC):
 
     # the schedules use these
 
-    def refusal(self, device: str) -> str | None:
-        """Why it cannot carry arrays on this kind of device, or None."""
-        if device in self.devices:
-            return None
-        return f"the group carries no arrays on {device}; move them to {' or '.join(self.devices)}"
-
     def agree(self, record: npt.NDArray[np.int64], label: Label | None = None) -> npt.NDArray[np.int64]:
         """Every rank's record, (size, k) from (k,) each; it runs on the host and waits.
 

@@ -55,6 +55,7 @@ class InProcessGroup(Generic[T]):
     _mailbox: dict[tuple[int, int, int], Message] = field(default_factory=dict)
     _gone: dict[int, str] = field(default_factory=dict)
     _turn: int = 0
+    # turns since something has happened that another rank may wait for
     _idle: int = 0
 
     def run(self, program: Callable[[InProcess], T]) -> list[T]:
@@ -76,7 +77,7 @@ class InProcessGroup(Generic[T]):
                     errors.append(error)
                     self._gone[rank] = f"rank {rank} raised {type(error).__name__}: {error}"
                 finally:
-                    self._progress()
+                    self._idle = 0
                     self._pass_on(rank)
 
         threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
@@ -90,7 +91,7 @@ class InProcessGroup(Generic[T]):
 
     def send(self, source: int, target: int, number: int, message: Message) -> Message:
         self._mailbox[(source, target, number)] = message
-        self._progress()
+        self._idle = 0
         return message
 
     def receive(self, source: int, target: int, number: int, head: tuple[Any, ...] | None, place: str) -> Message:
@@ -129,10 +130,6 @@ class InProcessGroup(Generic[T]):
                 )
             self._pass_on(rank)
             self._condition.wait_for(lambda: self._turn == rank)
-        self._progress()
-
-    def _progress(self) -> None:
-        """Something has happened that another rank may wait for."""
         self._idle = 0
 
     def _pass_on(self, rank: int) -> None:

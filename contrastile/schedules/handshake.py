@@ -111,9 +111,8 @@ class Handshake:
         comm = self.communicator
         scalars.check(comm)
         dtype, device = arrays.dtype(rows), arrays.device(rows)
-        refusal = comm.refusal(device)
-        if refusal is not None:
-            raise ValueError(refusal)
+        if device not in comm.devices:
+            raise ValueError(f"the group carries no arrays on {device}; move them to {' or '.join(comm.devices)}")
         if len(columns) > _BLOCKS:
             raise ValueError(f"at most {_BLOCKS} blocks of columns can be exchanged, got {len(columns)}; join some")
         # if only some ranks wanted a gradient, the others would wait for its messages

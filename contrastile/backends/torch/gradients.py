@@ -81,8 +81,8 @@ def gradients(
             # after the exponentials: a pair that is not admitted may have overflowed, or be NaN
             tile.pairs.silence(tile.x, 0.0)
         # before any rounding of G
-        if entries is not None:
-            tile.pairs.set_named(tile.x, cut(entries, tile.rows))
+        if entries is not None and tile.pairs.positive is not None:
+            tile.pairs.positive.write(tile.x, cut(entries, tile.rows))
         elif matched is not None and exact is not None:
             torch.where(matched, exact, tile.x, out=tile.x)
         elif matched is not None:
