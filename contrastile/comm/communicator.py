@@ -60,7 +60,7 @@ class Pending(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Posted:
     """A message under way, by its ``wait``."""
 
@@ -180,7 +180,17 @@ class Communicator(ABC):
                 buffers.copy(mine, arriving)
         # every rank counts every message, even one that has nothing for it
         self._guarded(self.calls.post)
-        return _Guarded(self, self._guarded(self.post, outgoing, incoming))
+        pending = self._guarded(self.post, outgoing, incoming)
+
+        def wait() -> None:
+            nonlocal pending
+            # a second wait returns at once
+            if pending is not None:
+                self.check()
+                self._guarded(pending.wait)
+                pending = None
+
+        return Posted(wait)
 
     def shift(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Pending:
         """Send to rank + 1 and receive from rank - 1, around the ring."""
@@ -207,17 +217,3 @@ class Communicator(ABC):
         except (Conflict, PeerTimeout) as error:
             self._failure = self.explain(error)
             raise ExchangeError(self._failure) from error.__cause__
-
-
-@dataclass(slots=True)
-class _Guarded:
-    """A message whose failure ends the group; a second wait returns at once."""
-
-    communicator: Communicator
-    pending: Pending | None
-
-    def wait(self) -> None:
-        if self.pending is not None:
-            self.communicator.check()
-            self.communicator._guarded(self.pending.wait)
-            self.pending = None

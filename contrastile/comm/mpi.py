@@ -102,11 +102,10 @@ class MPIChannel:
         sizes: list[int] = []
         # receives first: what arrives early then needs no buffer of the engine's
         for post, parts in ((self.comm.Irecv, incoming), (self.comm.Isend, outgoing)):
-            for rank, xs in parts.items():
-                for piece in (piece for x in xs for piece in buffers.pieces(x)):
-                    requests.append(post([piece, MPI.BYTE], rank, number))
-                    ranks.append(rank)
-                    sizes += [piece.size] if parts is incoming else []
+            for rank, piece in buffers.pieces(parts):
+                requests.append(post([piece, MPI.BYTE], rank, number))
+                ranks.append(rank)
+                sizes += [piece.size] if parts is incoming else []
         # MPI writes into these arrays until the message is done, even if nobody waits for it any more
         self._under_way[id(requests)] = requests, outgoing, incoming
 

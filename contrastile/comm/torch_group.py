@@ -168,12 +168,11 @@ class GlooChannel:
     def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> Posted:
         works: list[tuple[int, Any]] = []
         for post, parts in ((self.engine.recv, incoming), (self.engine.send, outgoing)):
-            for rank, xs in parts.items():
-                for piece in (piece for x in xs for piece in buffers.pieces(x)):
-                    # torch has no read-only tensors, and warns
-                    tensor = torch.from_numpy(piece if piece.flags.writeable else piece.copy())
-                    with _reaching(rank):
-                        works.append((rank, post([tensor], rank, number)))
+            for rank, piece in buffers.pieces(parts):
+                # torch has no read-only tensors, and warns
+                tensor = torch.from_numpy(piece if piece.flags.writeable else piece.copy())
+                with _reaching(rank):
+                    works.append((rank, post([tensor], rank, number)))
         # gloo writes into these arrays until the message is done, even if nobody waits for it any more
         self._under_way[id(works)] = works, outgoing, incoming
 

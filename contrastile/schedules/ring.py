@@ -58,12 +58,12 @@ class _Ring:
 
     def __iter__(self) -> Iterator[tuple[int, Sequence[_Shard]]]:
         for distance, runs in visits(self.placement, self.arrays, self.own, self.sizes):
-            yield distance, [self._shard(run) for run in runs]
-
-    def _shard(self, run: Run) -> _Shard:
-        vectors = iter(run.arrays[self.blocks :])
-        marks = [None if x is None else next(vectors) for x in self.problem.marks]
-        return _Shard(run, run.arrays[: self.blocks], marks, list(vectors))
+            shards = []
+            for run in runs:
+                vectors = iter(run.arrays[self.blocks :])
+                marks = [None if x is None else next(vectors) for x in self.problem.marks]
+                shards.append(_Shard(run, run.arrays[: self.blocks], marks, list(vectors)))
+            yield distance, shards
 
 
 def _blocks(problem: Problem, placement: Placement, shard: _Shard) -> Iterator[tuple[slice, Block]]:
