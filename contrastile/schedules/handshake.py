@@ -118,7 +118,9 @@ class Handshake:
         # if only some ranks wanted a gradient, the others would wait for its messages
         wants = tuple(bool(getattr(x, "requires_grad", False)) for x in (rows, *columns, *(x for _, x in numbers)))
         agreed = {"width": int(rows.shape[1]), "dtype": dtype, "device": device, "column blocks": len(columns)}
-        agreed |= settings | self.settings | {"gradients wanted": wants if gradients_are_on(arrays) else ()}
+        # torch alone has autograd, which records nothing inside of no_grad
+        recorded = arrays.name == "torch" and bool(sys.modules["torch"].is_grad_enabled())
+        agreed |= settings | self.settings | {"gradients wanted": wants if recorded else ()}
         backend = self.settings.get("backend", "auto")
         if backend == "auto":
             # what is installed may differ
@@ -127,7 +129,9 @@ class Handshake:
             agreed["the backend that 'auto' takes (name one that every rank has)"] = backend
         places = tuple(arrays.device(x) if arrays.owns(x) else "a number" for x, _ in numbers)
         agreed["where scale and bias are"] = places
-        values = [_on_host(x, at) for (x, _), at in zip(numbers, places, strict=True)]
+        # without waiting for a device
+        given = [x if at in scalars.READABLE else 0.0 for (x, _), at in zip(numbers, places, strict=True)]
+        values = [float(x.item() if hasattr(x, "item") else x) for x in given]
         record = self._record(agreed, _WELL, [own[0], *own[1]], values)
         label = self._label(str(settings.get("loss", "")))
         everyone = comm.agree(record, label)
@@ -312,20 +316,8 @@ def _difference(parts: list[dict[str, Any]]) -> str:
     return "the ranks differ in what they were asked to do; make the same call on every rank"
 
 
-def _on_host(number: Any, place: str) -> float:
-    """What the ranks can compare of a number without waiting for a device."""
-    if place not in scalars.READABLE:
-        return 0.0
-    return float(number.item() if hasattr(number, "item") else number)
-
-
 ALONE = Handshake()
 """A process alone. It never changes."""
-
-
-def gradients_are_on(arrays: ArrayLibrary) -> bool:
-    """Whether autograd records: only torch, outside of ``no_grad``."""
-    return arrays.name == "torch" and bool(sys.modules["torch"].is_grad_enabled())
 
 
 def _check_settings(exchange: Any, reduction: Any) -> None:
