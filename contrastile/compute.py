@@ -28,7 +28,7 @@ from contrastile.schedules import (
     triangle,
     triangle_over_ranks,
 )
-from contrastile.schedules.native import native, returned
+from contrastile.schedules.native import native
 from contrastile.schedules.problem import Problem
 from contrastile.schedules.sums import gradients_over_ranks, phase
 
@@ -86,8 +86,13 @@ def gradients(plan: Plan, state: Found, upstream: Any, wanted: local.Wanted) -> 
         ]
         factor = transfer(upstream, library, backend.arrays)
         work = local.Work(backend, plan.options)
-        own = problem_gradients(inside, given, factor, wanted, work)
-        return returned(own, problem, backend.arrays, library).listed()
+        found = problem_gradients(inside, given, factor, wanted, work).listed()
+        if backend.arrays.name == library.name:
+            return found
+        features, number = library.dtype(problem.rows), library.dtype(problem.scale)
+        # the second and the third are those of the scale and the bias
+        dtypes = (number if i in (1, 2) else features for i in range(len(found)))
+        return tuple(transfer(x, backend.arrays, library, of) for x, of in zip(found, dtypes, strict=True))
 
 
 def may_be_replayed(plan: Plan) -> bool:
@@ -153,13 +158,14 @@ def problem_loss(problem: Problem, work: local.Work, wanted: local.Wanted | None
             both = whole.loss(problem, problem.rows, problem.others, problem.scale, problem.bias)
             if both is not None:
                 return both
-        if problem.kind != "sigmoid":
-            found: local.Forward = module.forward(problem, work, wanted=wanted)
-            value = found.loss if problem.smoothing is None else beside.value(problem, found.loss, backend.arrays)
-            return value, found.state
-        several = problem.row_weight.ndim == 2
-        value, sums = module.sigmoid(problem, wanted, local.weighing_positives(work) if several else work)
-        return value, () if sums is None else sums.state
+        with local.quiet():
+            if problem.kind != "sigmoid":
+                found: local.Forward = module.forward(problem, work, wanted=wanted)
+                value = found.loss if problem.smoothing is None else beside.value(problem, found.loss, backend.arrays)
+                return value, found.state
+            several = problem.row_weight.ndim == 2
+            value, sums = module.sigmoid(problem, wanted, local.weighing_positives(work) if several else work)
+            return value, () if sums is None else sums.state
 
 
 def problem_gradients(
@@ -189,16 +195,17 @@ def problem_gradients(
                 # of rows against themselves there are none of columns
                 return local.Gradients.of(whole[: 3 + len(problem.columns)])
             state = problem_loss(replace(problem, whole=None), work, wanted)[1]
-        if problem.kind == "sigmoid" and placement is None and problem.blocking is None:
-            return local.gradients_from_sums(rows, scale, local.Sums.of(state), upstream, wanted, arrays)
-        one = arrays.full((), 1.0, arrays.dtype(scale), scale) if upstream is None else upstream
-        if problem.kind != "sigmoid":
-            saved = local.Forward.of(state)
-            found: local.Gradients = _module(problem).backward(problem, saved, one, wanted, work)
-            if problem.margin is None and problem.smoothing is None:
-                return found
-            return beside.gradients(problem, saved, one, wanted, found, arrays)
-        sums = local.Sums.of(state)
-        if placement is not None:
-            return gradients_over_ranks(rows, scale, placement, sums, one * placement.factor, wanted, arrays)
-        return blocked.sigmoid_gradients(problem, sums, one, wanted, arrays)
+        with local.quiet():
+            if problem.kind == "sigmoid" and placement is None and problem.blocking is None:
+                return local.gradients_from_sums(problem, local.Sums.of(state), upstream, wanted, arrays)
+            one = arrays.full((), 1.0, arrays.dtype(scale), scale) if upstream is None else upstream
+            if problem.kind != "sigmoid":
+                saved = local.Forward.of(state)
+                found: local.Gradients = _module(problem).backward(problem, saved, one, wanted, work)
+                if problem.margin is None and problem.smoothing is None:
+                    return found
+                return beside.gradients(problem, saved, one, wanted, found, arrays)
+            sums = local.Sums.of(state)
+            if placement is not None:
+                return gradients_over_ranks(problem, sums, one * placement.factor, wanted, arrays)
+            return blocked.sigmoid_gradients(problem, sums, one, wanted, arrays)

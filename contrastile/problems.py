@@ -14,9 +14,10 @@ from contrastile import validation
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import state_dtype
 from contrastile.backends.objectives import STATISTICS
+from contrastile.comm.buffers import split
 from contrastile.forms import Guide, counts_of, form_of, limits_of, negatives_of, threshold_of, without_padding
 from contrastile.schedules.handshake import ALONE, Handshake
-from contrastile.schedules.local import Gradients, both_sides
+from contrastile.schedules.local import Gradients
 from contrastile.schedules.problem import Problem
 
 Array = Any
@@ -220,12 +221,7 @@ def nt_xent(
         whole=None if agreed else u,
         **form,
     )
-
-    def pull_back(g: Gradients) -> tuple[Array, ...]:
-        sides = both_sides(g)
-        return *_like(arrays, (view_a, view_b), (sides[:m], sides[m:])), g.scale
-
-    return LossProblem(arrays, problem, pull_back)
+    return LossProblem(arrays, problem, lambda g: (*_like(arrays, (view_a, view_b), split(g.rows, (m, m))), g.scale))
 
 
 def sup_con(
@@ -284,8 +280,7 @@ def sup_con(
     )
 
     def pull_back(g: Gradients) -> tuple[Array, ...]:
-        found = both_sides(g)
-        return *_like(arrays, (features,), (found if stay else arrays.put(found, order),)), g.scale
+        return *_like(arrays, (features,), (g.rows if stay else arrays.put(g.rows, order),)), g.scale
 
     return LossProblem(arrays, problem, pull_back)
 
@@ -389,7 +384,10 @@ def statistics(
     own = arrays.arange(met.start, met.start + m, rows)
     t, over = (arrays.full((size,), 1.0, state, rows) for size in (m, n))
     if match == "target":
-        t, over = _targets(world, arrays, ids, state, itself=itself)
+        of_rows, of_columns = (arrays.sorted(x)[0] for x in ids)
+        count = world.count_in(arrays, ids[0], of_columns, of_rows=itself)
+        t = _reciprocal(arrays, count - 1 if itself else count, state)
+        over = t if itself else _reciprocal(arrays, world.count_in(arrays, ids[1], of_rows), state)
     elif where is not None:
         factor = _of_known(world, arrays, where, met.columns, factor, least=-1)
         # several rows may have one column
@@ -470,16 +468,6 @@ def _shares(world: Handshake, arrays: ArrayLibrary, weights: Array, state: str, 
 def _reciprocal(arrays: ArrayLibrary, count: Array, state: str) -> Array:
     """1 / count, and 1 for a count of 0."""
     return 1.0 / arrays.maximum(arrays.cast(count, state), 1.0)
-
-
-def _targets(
-    world: Handshake, arrays: ArrayLibrary, ids: Sequence[Array], state: str, *, itself: bool = False
-) -> tuple[Array, Array]:
-    """The targets of rows and columns whose positives are the other side's of equal ids, on all ranks."""
-    of_rows, of_columns = (arrays.sorted(x)[0] for x in ids)
-    count = world.count_in(arrays, ids[0], of_columns, of_rows=itself)
-    t = _reciprocal(arrays, count - 1 if itself else count, state)
-    return t, t if itself else _reciprocal(arrays, world.count_in(arrays, ids[1], of_rows), state)
 
 
 def _equal(

@@ -37,6 +37,7 @@ from contrastile.backends.replay import (
     record,
 )
 from contrastile.backends.settings import VARIABLES
+from contrastile.comm.calls import Label
 from contrastile.comm.communicator import Communicator
 from contrastile.plan import Plan
 from contrastile.schedules import scalars, sums
@@ -298,7 +299,7 @@ class Steps(Signatures[Step]):
         at = [*first, *[None if x is None else number[id(x)] for x in problem.vectors], *last]
         form = problem.kind, problem.match, problem.margin, problem.smoothing, problem.whole, plan.name, plan.options
         around: tuple[Any, ...] = _around(rows.get_device()) if can_capture(rows) else ()
-        key = form, replace(placement, serial=0), wanted, around, *at, *[(x.dtype, x.shape) for x in tensors]
+        key = form, replace(placement, call=Label()), wanted, around, *at, *[(x.dtype, x.shape) for x in tensors]
         empty = replace(plan, problem=replace(problem, placement=replace(placement, agreed=True))).without_arrays()
 
         def launch(places: Sequence[Tensor]) -> Tensor:

@@ -13,9 +13,7 @@ from contrastile.backends.objectives import SOFTMAX, STATISTICS, Objective, Term
 def _weighted(objective: Objective, arrays: Any, n: Array, p: Array, weight: Array) -> Bars:
     """The bars of ``sum_i w_i value_i``; 0 where the weight is."""
     weight = arrays.cast(weight, "float64")
-    return Bars(
-        *(arrays.where(weight == 0, 0.0, weight * bar) for bar in objective.bars(arrays, *objective.given(n, p)))
-    )
+    return Bars(*(arrays.where(weight == 0, 0.0, weight * bar) for bar in objective.bars(arrays, n, p)))
 
 
 def side_weights(terms: Terms, arrays: Any, lses: Sequence[Array], weight: Array, target: Array) -> SideWeights:

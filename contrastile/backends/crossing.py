@@ -58,7 +58,8 @@ def cupy_for_torch(like: Array, torch: Any, cupy: Any) -> Iterator[None]:
     device, allocator = like.device, _torch_pool(like.device, torch, cupy)
     with (
         cupy.cuda.Device(device.index),
-        current_of_torch(device, torch, cupy),
+        # by address, now that the device is CuPy's current one
+        cupy.cuda.Stream.from_external(_Stream(torch._C._cuda_getCurrentRawStream(device.index))),
         cupy.cuda.using_allocator(allocator),
     ):
         yield
@@ -75,11 +76,6 @@ class _Stream:
     def __cuda_stream__(self) -> tuple[int, int]:
         # the protocol's version comes first
         return 0, self.address
-
-
-def current_of_torch(device: Any, torch: Any, cupy: Any) -> Any:
-    """The stream that torch works on now on a device, which must be CuPy's current one, as a stream of CuPy's."""
-    return cupy.cuda.Stream.from_external(_Stream(torch._C._cuda_getCurrentRawStream(device.index)))
 
 
 @cache

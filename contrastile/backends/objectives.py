@@ -22,34 +22,26 @@ Array = Any
 class Objective:
     """A loss of one row, or column, from ``N``, ``P`` and ``D``: see ``contract.Bars``.
 
-    D enters it linearly, as it does in every loss that is known: no bar depends on it, and it need not be saved.
+    D enters it linearly, as it does in every loss that is known: no bar depends on it, and it need not be saved. N and
+    P may be ``pairs``.
 
     Attributes:
         value: ``value(arrays, n, p, d)``, (m,).
         unpaired: ``unpaired(arrays, n, p)``, the value of a row without a positive, or with a target of 0.
         bars: ``bars(arrays, n, p)``, its derivatives, (m,) each; one may be a number.
-        pairs: whether these functions take N and P that are ``pairs``, for the sake of the digits of N - P.
         counts: whether the logarithm of the number of positives is added to ``value``.
     """
 
     value: Callable[[Any, Array, Array, Array], Array]
     unpaired: Callable[[Any, Array, Array], Array]
     bars: Callable[[Any, Array, Array], Sequence[Any]]
-    pairs: bool = False
     counts: bool = False
 
-    def given(self, *lses: Array) -> Sequence[Array]:
-        """Log-sum-exps as the functions take them."""
-        return lses if self.pairs else [head(x) for x in lses]
-
-    def total(
-        self, arrays: Any, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
-    ) -> Array:
+    def total(self, arrays: Any, n: Array, p: Array, positive_sum: Array, weight: Array, target: Array) -> Array:
         """``sum_i w_i value_i`` in float64, 0-d: N, P and S of ``contract.SideStatistics``, with ``D = P - t S``."""
-        n, p = self.given(negative_lse, positive_lse)
         s, weight = head(arrays.cast(positive_sum, "float64")), arrays.cast(weight, "float64")
         # of lone positives P - t S is nothing
-        target = arrays.cast(target, "float64") if positive_lse is positive_sum else reciprocal_of_count(arrays, target)
+        target = arrays.cast(target, "float64") if p is positive_sum else reciprocal_of_count(arrays, target)
         # a log-sum-exp is never below a mean of its own terms: rounding that says so is projected back
         spread = arrays.maximum(head(p) - target * s, 0.0)
         # a positive whose logit is -inf is no missing one
@@ -73,12 +65,11 @@ SOFTMAX = Objective(
     value=lambda arrays, n, p, d: arrays.softplus(difference(n, p)) + d,
     unpaired=lambda arrays, n, p: head(arrays.merge(n, p)),
     bars=_softmax_bars,
-    pairs=True,
 )
 """The cross entropy ``L - t S``, with N, P and S: a row that is certain of its one positive has it to all digits."""
 
 INSIDE = Objective(
-    value=lambda arrays, n, p, d: arrays.softplus(n - p),
+    value=lambda arrays, n, p, d: arrays.softplus(difference(n, p)),
     unpaired=SOFTMAX.unpaired,
     bars=lambda arrays, n, p: (*_softmax_bars(arrays, n, p)[:2], 0.0),
     counts=True,
@@ -120,15 +111,17 @@ class Terms:
         if margin is None and not share:
             return plain
 
-        def lowered(n: Array) -> Array:
-            return n if margin is None else n + margin
+        def lowered(arrays: Any, n: Array) -> Array:
+            if margin is None or n.ndim == 1:
+                return n if margin is None else n + margin
+            return arrays.module.stack((n[:, 0] + margin, n[:, 1]), -1)
 
         def bars(arrays: Any, n: Array, p: Array) -> Sequence[Any]:
-            by_n, by_p, by_d = plain.bars(arrays, lowered(n), p)
+            by_n, by_p, by_d = plain.bars(arrays, lowered(arrays, n), p)
             return by_n, by_p + share, by_d - share
 
         return Objective(
-            value=lambda arrays, n, p, d: plain.value(arrays, lowered(n), p, d) + share * (p - d),
+            value=lambda arrays, n, p, d: plain.value(arrays, lowered(arrays, n), p, d) + share * (head(p) - d),
             unpaired=plain.unpaired,
             bars=bars,
             counts=plain.counts,

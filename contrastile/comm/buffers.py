@@ -6,7 +6,7 @@ Also arrays in parts, one per rank: split, received and added up.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +62,9 @@ def stored(x: Array) -> Array:
     return x
 
 
-def pieces(x: Bytes) -> list[Bytes]:
-    """A message's bytes in the pieces in which they are sent and received: none for no bytes."""
-    return [x[start : start + PIECE] for start in range(0, x.size, PIECE)]
+def pieces(parts: Mapping[int, Sequence[Bytes]]) -> Iterator[tuple[int, Bytes]]:
+    """A message's bytes in the pieces in which they are sent and received, each with its rank."""
+    return ((r, x[start : start + PIECE]) for r, xs in parts.items() for x in xs for start in range(0, x.size, PIECE))
 
 
 def to_host(xs: list[Array]) -> list[Any]:

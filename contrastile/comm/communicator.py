@@ -60,6 +60,13 @@ class Pending(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
+class Posted:
+    """A message under way, by its ``wait``."""
+
+    wait: Callable[[], None]
+
+
 class Communicator(ABC):
     """Messages between the ranks of one group.
 
@@ -130,12 +137,6 @@ class Communicator(ABC):
 
     # the schedules use these
 
-    def refusal(self, device: str) -> str | None:
-        """Why it cannot carry arrays on this kind of device, or None."""
-        if device in self.devices:
-            return None
-        return f"the group carries no arrays on {device}; move them to {' or '.join(self.devices)}"
-
     def agree(self, record: npt.NDArray[np.int64], label: Label | None = None) -> npt.NDArray[np.int64]:
         """Every rank's record, (size, k) from (k,) each; it runs on the host and waits.
 
@@ -184,7 +185,17 @@ class Communicator(ABC):
                 buffers.copy(mine, arriving)
         # every rank counts every message, even one that has nothing for it
         self._guarded(self.calls.post)
-        return _Guarded(self, self._guarded(self.post, outgoing, incoming))
+        pending = self._guarded(self.post, outgoing, incoming)
+
+        def wait() -> None:
+            nonlocal pending
+            # a second wait returns at once
+            if pending is not None:
+                self.check()
+                self._guarded(pending.wait)
+                pending = None
+
+        return Posted(wait)
 
     def replay(self, graph: Any, like: Array) -> None:
         """Queue the replay of a CUDA graph that may hold messages; ``like`` is an array on its device."""
@@ -219,17 +230,3 @@ class Communicator(ABC):
         except (Conflict, PeerTimeout) as error:
             self._failure = self.explain(error)
             raise ExchangeError(self._failure) from error.__cause__
-
-
-@dataclass(slots=True)
-class _Guarded:
-    """A message whose failure ends the group; a second wait returns at once."""
-
-    communicator: Communicator
-    pending: Pending | None
-
-    def wait(self) -> None:
-        if self.pending is not None:
-            self.communicator.check()
-            self.communicator._guarded(self.pending.wait)
-            self.pending = None

@@ -8,14 +8,14 @@ hold *at that moment*. So a buffer that is reused too early is caught.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from contrastile.backends.contract import Array
 from contrastile.comm import buffers, calls
 from contrastile.comm.calls import Conflict
-from contrastile.comm.communicator import Communicator, ExchangeError, Hosts, Parts
+from contrastile.comm.communicator import Communicator, ExchangeError, Hosts, Parts, Posted
 from contrastile.comm.watchdog import DEADLINE, PeerTimeout
 
 T = TypeVar("T")
@@ -55,6 +55,7 @@ class InProcessGroup(Generic[T]):
     _mailbox: dict[tuple[int, int, int], Message] = field(default_factory=dict)
     _gone: dict[int, str] = field(default_factory=dict)
     _turn: int = 0
+    # turns since something has happened that another rank may wait for
     _idle: int = 0
 
     def run(self, program: Callable[[InProcess], T]) -> list[T]:
@@ -76,7 +77,7 @@ class InProcessGroup(Generic[T]):
                     errors.append(error)
                     self._gone[rank] = f"rank {rank} raised {type(error).__name__}: {error}"
                 finally:
-                    self._progress()
+                    self._idle = 0
                     self._pass_on(rank)
 
         threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
@@ -90,7 +91,7 @@ class InProcessGroup(Generic[T]):
 
     def send(self, source: int, target: int, number: int, message: Message) -> Message:
         self._mailbox[(source, target, number)] = message
-        self._progress()
+        self._idle = 0
         return message
 
     def receive(self, source: int, target: int, number: int, head: tuple[Any, ...] | None, place: str) -> Message:
@@ -129,10 +130,6 @@ class InProcessGroup(Generic[T]):
                 )
             self._pass_on(rank)
             self._condition.wait_for(lambda: self._turn == rank)
-        self._progress()
-
-    def _progress(self) -> None:
-        """Something has happened that another rank may wait for."""
         self._idle = 0
 
     def _pass_on(self, rank: int) -> None:
@@ -164,7 +161,7 @@ class InProcess(Communicator):
         self._number += 1
         return self._number
 
-    def post(self, outgoing: Parts, incoming: Parts) -> _Posted:
+    def post(self, outgoing: Parts, incoming: Parts) -> Posted:
         """See ``Communicator``. This rank's own part travels like any other's, so that it can be late."""
         number, place, late = self._next(), str(self.calls.label), self.group.late
         sent = []
@@ -179,7 +176,18 @@ class InProcess(Communicator):
                 kind = str(x.dtype)
                 x[...] = float("nan") if "float" in kind else 255 if "uint8" in kind else -(2**31)
         expected = {source: self._head(xs) for source, xs in incoming.items()}
-        return _Posted(self, number, sent, incoming, expected, place)
+
+        def wait() -> None:
+            for source, xs in incoming.items():
+                message = self.group.receive(source, self.rank, number, expected[source], place)
+                for x, arrived in zip(xs, message.content, strict=True):
+                    x[...] = arrived
+                message.taken = True
+            # late, the sender may change its arrays only now that everybody has them
+            for target, message in sent if late else ():
+                self.group.until(lambda message=message: message.taken, self.rank, target)  # type: ignore[misc]
+
+        return Posted(wait)
 
     def _head(self, xs: Sequence[Array]) -> tuple[Any, ...]:
         label = self.calls.label
@@ -192,25 +200,3 @@ class InProcess(Communicator):
     def explain(self, error: Conflict | PeerTimeout) -> str:
         self.group.failure = self.group.failure or str(error)
         return super().explain(error)
-
-
-@dataclass(slots=True)
-class _Posted:
-    communicator: InProcess
-    number: int
-    sent: list[tuple[int, Message]]
-    incoming: Mapping[int, Sequence[Array]]
-    expected: Mapping[int, tuple[Any, ...]]
-    place: str
-
-    def wait(self) -> None:
-        group, rank = self.communicator.group, self.communicator.rank
-        for source, xs in self.incoming.items():
-            message = group.receive(source, rank, self.number, self.expected[source], self.place)
-            for x, arrived in zip(xs, message.content, strict=True):
-                x[...] = arrived
-            message.taken = True
-        if group.late:
-            # the sender may change its arrays only now that everybody has them
-            for target, message in self.sent:
-                group.until(lambda message=message: message.taken, rank, target)  # type: ignore[misc]

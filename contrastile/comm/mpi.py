@@ -7,6 +7,7 @@ it waits in MPI_Finalize until the others' deadline is over.
 from __future__ import annotations
 
 import atexit
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,8 +17,8 @@ from mpi4py import MPI
 
 from contrastile.comm import buffers, nccl, watchdog
 from contrastile.comm.calls import SAME_CALLS, Conflict
-from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError, Parts
-from contrastile.comm.point_to_point import NUMBERS, ConnectLocks, PointToPoint, met
+from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError, Parts, Posted
+from contrastile.comm.point_to_point import NUMBERS, PointToPoint, met
 from contrastile.comm.watchdog import AbortNotice, PeerTimeout, deadline_and_error, deadline_or
 
 _ABORT_TAG = NUMBERS + 1
@@ -37,7 +38,7 @@ def of(comm: Any, deadline: float | None = None) -> Communicator:
     """
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
         raise TypeError(f"group must be an MPI intracommunicator, got {type(comm).__name__}; pass e.g. MPI.COMM_WORLD")
-    with _CONNECTING.lock(MPI._handleof(comm)):
+    with _CONNECTING.setdefault(MPI._handleof(comm), threading.Lock()):
         found = cast("PointToPoint | None", comm.Get_attr(_key()))
         if found is None:
             found = _connect(comm, deadline)
@@ -72,12 +73,13 @@ def _connect(comm: Any, given: float | None) -> PointToPoint:
 
 
 _KEYS: list[int] = []
-_CONNECTING = ConnectLocks()
+_CONNECTING: dict[int | None, threading.Lock] = {}
+"""A lock for each group, by its handle: groups share none, for their ranks may wait for each other."""
 
 
 def _key() -> int:
     """The MPI attribute under which the communicator is kept."""
-    with _CONNECTING.lock(None):
+    with _CONNECTING.setdefault(None, threading.Lock()):
         if not _KEYS:
             # freeing a communicator is collective, and it frees the duplicate with it
             _KEYS.append(MPI.Comm.Create_keyval(delete_fn=lambda comm, key, communicator: communicator.close()))
@@ -89,26 +91,45 @@ class MPIChannel:
     """Bytes on the host, by nonblocking messages between pairs."""
 
     comm: Any
-    _under_way: dict[int, _Posted] = field(default_factory=dict)
+    _under_way: dict[int, Any] = field(default_factory=dict)
     _notices: list[Any] = field(default_factory=list)
 
     name = "mpi"
 
-    def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> _Posted:
+    def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> Posted:
         requests: list[Any] = []
         ranks: list[int] = []
         sizes: list[int] = []
         # receives first: what arrives early then needs no buffer of the engine's
         for post, parts in ((self.comm.Irecv, incoming), (self.comm.Isend, outgoing)):
-            for rank, xs in parts.items():
-                for piece in (piece for x in xs for piece in buffers.pieces(x)):
-                    requests.append(post([piece, MPI.BYTE], rank, number))
-                    ranks.append(rank)
-                    sizes += [piece.size] if parts is incoming else []
-        posted = _Posted(self, requests, ranks, sizes, (outgoing, incoming), seconds)
+            for rank, piece in buffers.pieces(parts):
+                requests.append(post([piece, MPI.BYTE], rank, number))
+                ranks.append(rank)
+                sizes += [piece.size] if parts is incoming else []
         # MPI writes into these arrays until the message is done, even if nobody waits for it any more
-        self._under_way[id(posted)] = posted
-        return posted
+        self._under_way[id(requests)] = requests, outgoing, incoming
+
+        def unanswered() -> list[int]:
+            every = zip(requests, ranks, strict=True)
+            return sorted({rank for request, rank in every if request != MPI.REQUEST_NULL and not request.Test()})
+
+        def wait() -> None:
+            statuses = [MPI.Status() for _ in requests]
+            try:
+                arrived = watchdog.until(lambda: MPI.Request.Testall(requests, statuses), seconds())
+            except MPI.Exception as error:
+                for rank, status in zip(ranks, statuses, strict=True):
+                    if MPI.Get_error_class(status.Get_error()) == MPI.ERR_TRUNCATE:
+                        raise Conflict(f"rank {rank} sent more bytes than were to come; {SAME_CALLS}") from error
+                raise PeerTimeout(unanswered(), f"cannot be reached ({error.Get_error_string()})") from error
+            if not arrived:
+                raise PeerTimeout(unanswered(), "did not answer")
+            for rank, size, status in zip(ranks, sizes, statuses, strict=False):
+                if (came := status.Get_count(MPI.BYTE)) != size:
+                    raise Conflict(f"rank {rank} sent {came} bytes where {size} were to come; {SAME_CALLS}")
+            del self._under_way[id(requests)]
+
+        return Posted(wait)
 
     def abort(self, notice: AbortNotice, seconds: float) -> Mapping[int, AbortNotice]:
         size, rank = self.comm.Get_size(), self.comm.Get_rank()
@@ -138,39 +159,3 @@ class MPIChannel:
     def close(self) -> None:
         if self.comm != MPI.COMM_NULL:
             self.comm.Free()
-
-
-@dataclass(slots=True, eq=False)
-class _Posted:
-    """Requests under way, receives first, with the ranks they are from or to and the arrays they belong to.
-
-    ``sizes`` are the bytes of what is received.
-    """
-
-    channel: MPIChannel
-    requests: list[Any]
-    ranks: list[int]
-    sizes: list[int]
-    held: Any
-    seconds: Callable[[], float]
-
-    def wait(self) -> None:
-        statuses = [MPI.Status() for _ in self.requests]
-        try:
-            arrived = watchdog.until(lambda: MPI.Request.Testall(self.requests, statuses), self.seconds())
-        except MPI.Exception as error:
-            for rank, status in zip(self.ranks, statuses, strict=True):
-                if MPI.Get_error_class(status.Get_error()) == MPI.ERR_TRUNCATE:
-                    raise Conflict(f"rank {rank} sent more bytes than were to come; {SAME_CALLS}") from error
-            raise PeerTimeout(self._unanswered(), f"cannot be reached ({error.Get_error_string()})") from error
-        if not arrived:
-            raise PeerTimeout(self._unanswered(), "did not answer")
-        for rank, size, status in zip(self.ranks, self.sizes, statuses, strict=False):
-            if status.Get_count(MPI.BYTE) != size:
-                came = status.Get_count(MPI.BYTE)
-                raise Conflict(f"rank {rank} sent {came} bytes where {size} were to come; {SAME_CALLS}")
-        del self.channel._under_way[id(self)]
-
-    def _unanswered(self) -> list[int]:
-        open_ones = zip(self.requests, self.ranks, strict=True)
-        return sorted({rank for request, rank in open_ones if request != MPI.REQUEST_NULL and not request.Test()})

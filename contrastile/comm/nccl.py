@@ -18,7 +18,7 @@ from typing import Any
 
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Array
-from contrastile.comm.communicator import Parts, Pending
+from contrastile.comm.communicator import Parts, Posted
 from contrastile.comm.driver import DriverError, Event, Gpu, relaxed_capture
 from contrastile.comm.point_to_point import Channel, PointToPoint, host_name
 from contrastile.comm.watchdog import InFlight, Watchdog
@@ -148,7 +148,7 @@ class NCCLChannel:
 
     name = "nccl"
 
-    def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> Pending:
+    def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> Posted:
         gpu = self.gpu
         like = next(x for xs in (*outgoing.values(), *incoming.values()) for x in xs)
 
@@ -158,7 +158,15 @@ class NCCLChannel:
             return gpu.record(self.stream)
 
         ranks = tuple(sorted({*outgoing, *incoming}))
-        return _Queued(gpu, like, *self._watched(queue, like, ranks, (outgoing, incoming)))
+        end, message = self._watched(queue, like, ranks, (outgoing, incoming))
+
+        def wait() -> None:
+            with gpu.active:
+                gpu.follow(gpu.current(like), end)
+            # from here on the order of the stream keeps the arrays' memory from being used too early
+            message.held = None
+
+        return Posted(wait)
 
     def replay(self, graph: Any, like: Array, ranks: tuple[int, ...]) -> None:
         """Queue the replay of a graph with messages to and from these ranks; ``like`` is an array on the GPU."""
@@ -202,19 +210,3 @@ class NCCLChannel:
         if not self._captured:
             # NCCL would wait until the graphs with this communicator's messages are deleted
             self.nccl.abort(self.communicator)
-
-
-@dataclass(slots=True, eq=False)
-class _Queued:
-    """A message that has ended where the transfers' stream reaches ``end``; ``like`` is one of its arrays."""
-
-    gpu: Gpu
-    like: Array
-    end: Event
-    in_flight: InFlight
-
-    def wait(self) -> None:
-        with self.gpu.active:
-            self.gpu.follow(self.gpu.current(self.like), self.end)
-        # from here on the order of the stream keeps the arrays' memory from being used too early
-        self.in_flight.held = None

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +17,7 @@ from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Array
 from contrastile.comm import board, buffers, watchdog
 from contrastile.comm.calls import Conflict
-from contrastile.comm.communicator import Communicator, Hosts, MismatchError, Parts, Pending, hosts_of
+from contrastile.comm.communicator import Communicator, Hosts, MismatchError, Parts, Pending, Posted, hosts_of
 from contrastile.comm.watchdog import AbortNotice, PeerTimeout
 
 NUMBERS = 32766
@@ -116,7 +114,13 @@ class PointToPoint(Communicator):
         if channel is not self.host:
             return channel.post(outgoing, incoming, number, self._seconds)
         outgoing, incoming, arrived = _on_host(outgoing, incoming, on_device)
-        return _Received(channel.post(outgoing, incoming, number, self._seconds), arrived)
+        pending = channel.post(outgoing, incoming, number, self._seconds)
+
+        def wait() -> None:
+            pending.wait()
+            arrived()
+
+        return Posted(wait)
 
     @property
     def captures(self) -> bool:
@@ -155,16 +159,6 @@ class PointToPoint(Communicator):
             channel.close()
 
 
-@dataclass(slots=True)
-class _Received:
-    pending: Pending
-    arrived: Callable[[], None]
-
-    def wait(self) -> None:
-        self.pending.wait()
-        self.arrived()
-
-
 def _on_host(outgoing: Parts, incoming: Parts, on_device: bool) -> tuple[Parts, Parts, Callable[[], None]]:
     """The bytes to send and to receive (pinned copies for arrays on a device), and what copies them back."""
     if not on_device:
@@ -185,18 +179,6 @@ def _on_host(outgoing: Parts, incoming: Parts, on_device: bool) -> tuple[Parts, 
 
 def _raw(parts: Parts) -> Parts:
     return {r: [buffers.raw(x) for x in xs] for r, xs in parts.items()}
-
-
-class ConnectLocks:
-    """A lock per group, so that it is connected once even if several threads of a rank are first."""
-
-    def __init__(self) -> None:
-        self._own, self._locks = threading.Lock(), dict[Any, threading.Lock]()
-
-    def lock(self, key: Any) -> threading.Lock:
-        """The lock of the group with this key. Groups share no lock: their ranks may wait for each other."""
-        with self._own:
-            return self._locks.setdefault(key, threading.Lock())
 
 
 def host_name() -> str:

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from contrastile.comm import buffers, nccl, watchdog
-from contrastile.comm.communicator import Communicator, ExchangeError, Parts
-from contrastile.comm.point_to_point import ConnectLocks, PointToPoint, met
+from contrastile.comm.communicator import Communicator, ExchangeError, Parts, Posted
+from contrastile.comm.point_to_point import PointToPoint, met
 from contrastile.comm.watchdog import AbortNotice, PeerTimeout, deadline_and_error, deadline_or
 
 # since torch 2.8
@@ -32,7 +32,8 @@ _CLONES = hasattr(getattr(dist, "Store", None), "clone")
 
 _KNOWN: WeakKeyDictionary[Any, PointToPoint] = WeakKeyDictionary()
 _CONNECTED: Counter[str] = Counter()
-_CONNECTING = ConnectLocks()
+_CONNECTING: dict[str, threading.Lock] = {}
+"""A lock for each group, by its name: groups share none, for their ranks may wait for each other."""
 
 
 def of(group: Any, deadline: float | None = None) -> Communicator:
@@ -66,7 +67,7 @@ def of(group: Any, deadline: float | None = None) -> Communicator:
         raise TypeError(
             f"group must be a ProcessGroup or a DeviceMesh that this process is in, or 'world', got {group!r}"
         )
-    with _CONNECTING.lock(known.group_name):
+    with _CONNECTING.setdefault(known.group_name, threading.Lock()):
         found = _KNOWN.get(known)
         if found is None:
             found = _KNOWN[known] = _connect(known, deadline)
@@ -160,23 +161,29 @@ class GlooChannel:
     rank: int
     size: int
     store: Any
-    _under_way: dict[int, _Posted] = field(default_factory=dict)
+    _under_way: dict[int, Any] = field(default_factory=dict)
 
     name = "torch gloo"
 
-    def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> _Posted:
+    def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> Posted:
         works: list[tuple[int, Any]] = []
         for post, parts in ((self.engine.recv, incoming), (self.engine.send, outgoing)):
-            for rank, xs in parts.items():
-                for piece in (piece for x in xs for piece in buffers.pieces(x)):
-                    # torch has no read-only tensors, and warns
-                    tensor = torch.from_numpy(piece if piece.flags.writeable else piece.copy())
-                    with _reaching(rank):
-                        works.append((rank, post([tensor], rank, number)))
-        posted = _Posted(self, works, (outgoing, incoming), seconds)
+            for rank, piece in buffers.pieces(parts):
+                # torch has no read-only tensors, and warns
+                tensor = torch.from_numpy(piece if piece.flags.writeable else piece.copy())
+                with _reaching(rank):
+                    works.append((rank, post([tensor], rank, number)))
         # gloo writes into these arrays until the message is done, even if nobody waits for it any more
-        self._under_way[id(posted)] = posted
-        return posted
+        self._under_way[id(works)] = works, outgoing, incoming
+
+        def wait() -> None:
+            end = time.monotonic() + seconds()
+            for rank, work in works:
+                with _reaching(rank):
+                    work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+            del self._under_way[id(works)]
+
+        return Posted(wait)
 
     def abort(self, notice: AbortNotice, seconds: float) -> Mapping[int, AbortNotice]:
         heard: dict[int, AbortNotice] = {}
@@ -200,23 +207,6 @@ class GlooChannel:
 
     def close(self) -> None:
         self.engine = None
-
-
-@dataclass(slots=True, eq=False)
-class _Posted:
-    """Messages under way, with the rank each is from or to."""
-
-    channel: GlooChannel
-    works: list[tuple[int, Any]]
-    held: Any
-    seconds: Callable[[], float]
-
-    def wait(self) -> None:
-        end = time.monotonic() + self.seconds()
-        for rank, work in self.works:
-            with _reaching(rank):
-                work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
-        del self.channel._under_way[id(self)]
 
 
 @contextmanager

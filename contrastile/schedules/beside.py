@@ -31,13 +31,15 @@ def alongside(x: Array, like: Array) -> Array:
     return moved.to(like.device) if target.name == "torch" else moved
 
 
-def _weighted_sum(weight: Array, features: Array) -> Array:
-    """``sum_i w_i x_i``, (d,) float64."""
-    source, weight = library_of(features), alongside(weight, features)
-    total = source.full((features.shape[1],), 0.0, "float64", features)
-    for start in range(0, features.shape[0], ROWS):
-        w, x = (source.cast(each[start : start + ROWS], "float64") for each in (weight, features))
-        total = total + w @ x
+def _weighted_sum(weight: Array, parts: Sequence[Array]) -> Array:
+    """``sum_i w_i x_i`` over the rows of all parts, (d,) float64, beside the features."""
+    source, weight, ends = library_of(parts[0]), alongside(weight, parts[0]), 0
+    total = source.full((parts[0].shape[1],), 0.0, "float64", parts[0])
+    for features in parts:
+        for start in range(0, features.shape[0], ROWS):
+            x = source.cast(features[start : start + ROWS], "float64")
+            total = total + source.cast(weight[ends + start : ends + start + x.shape[0]], "float64") @ x
+        ends += features.shape[0]
     return total
 
 
@@ -57,14 +59,8 @@ class Smoothing:
         # what each row, and each column, weighs in the sum and in the mean of its side
         self.weights = [(weight, 0.0 * weight + mean) for weight, mean in zip((u, v), even, strict=True)]
         source: Any = library_of(problem.rows)
-        found = []
-        for weights, parts in zip(self.weights, ((problem.rows,), blocks), strict=True):
-            for weight in weights:
-                ends, total = 0, 0.0
-                for x in parts:
-                    total = total + _weighted_sum(weight[ends : ends + x.shape[0]], x)
-                    ends += x.shape[0]
-                found.append(total)
+        sides = zip(self.weights, ((problem.rows,), blocks), strict=True)
+        found = [_weighted_sum(weight, parts) for weights, parts in sides for weight in weights]
         sums = source.module.stack(found)
         if placement is not None and placement.size > 1:
             (whole,) = gathered(placement, arrays, (sums[None], (1,) * placement.size))

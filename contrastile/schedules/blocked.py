@@ -59,22 +59,18 @@ class _StagedBlock:
     """A block of rows against a block of columns, on the device.
 
     Attributes:
-        row: the number of the rows' part.
-        column: the number of the columns' part.
+        row: the rows' part.
+        column: the columns' part.
         slot: which of two buffers the columns, and their sums, are in.
-        rows: the rows' place among all.
-        columns: the columns' place among all.
         block: both.
         first: whether it is the first of these rows.
         last: whether it is the last of these rows.
         within: of a block of rows against itself, the problem; None for any other.
     """
 
-    row: int
-    column: int
+    row: _Part
+    column: _Part
     slot: int
-    rows: slice
-    columns: slice
     block: Block
     first: bool
     last: bool
@@ -145,7 +141,7 @@ class _Blocks:
                 features = self.inside(self.staging.arrived(rows[i % 2]))
                 part = replace(problem.of_rows(row.side), rows=features)
             ends = k + 1 == len(order) or starts[k + 1]
-            place = i, j, slot, row.side, column.side
+            place = row, column, slot
             if not problem.columns and i == j:
                 own, whole = triangle.within(part, row.side.start), slice(0, row.length)
                 yield _StagedBlock(*place, triangle.block(own, whole, whole), starts[k], ends, own)
@@ -206,25 +202,23 @@ class _Sums:
         """Where a block's rows and columns add theirs."""
         staging, blocks = self._staging, self._blocks
         if self._row_buffer is not None and staged.first:
-            self._into = blocks.inside(staging.zeros(blocks.rows[staged.row].length, self._row_buffer))
+            self._into = blocks.inside(staging.zeros(staged.row.length, self._row_buffer))
             if self._start is not None:
-                start = blocks.inside(self._start[staged.rows].to(staging.device))
+                start = blocks.inside(self._start[staged.row.side].to(staging.device))
                 blocks.arrays.add(self._into, start, self._into)
-        column = blocks.columns[staged.column]
+        column, later = staged.column, staged.row.here.start > 0
         if self._partial[column.matrix] is None:
             return self._into, None
         buffer = self._column_buffers[staged.slot]
         if staged.within is not None:
-            if staged.row > 0:
+            if later:
                 blocks.arrays.add(self._into, blocks.inside(staging.arrived(buffer)), self._into)
             return self._into, None
-        return self._into, blocks.inside(
-            staging.zeros(column.length, buffer) if staged.row == 0 else staging.arrived(buffer)
-        )
+        return self._into, blocks.inside(staging.arrived(buffer) if later else staging.zeros(column.length, buffer))
 
     def done(self, staged: _StagedBlock, columns: Array | None) -> None:
         """Send home what a block has completed, and what its columns are to add to later."""
-        row, column = self._blocks.rows[staged.row], self._blocks.columns[staged.column]
+        row, column = staged.row, staged.column
         if self._into is not None and staged.last:
             if self._wanted.scale:
                 inner = self._blocks.arrays.inner(staged.block.rows, self._into)
@@ -235,7 +229,7 @@ class _Sums:
         if columns is None or partial is None:
             return
         buffer = self._column_buffers[staged.slot]
-        if staged.row == len(self._blocks.rows) - 1:
+        if row is self._blocks.rows[-1]:
             out: Any = self.columns[column.matrix]
             self._send(columns, out[column.here], buffer)
         elif self._travel:
@@ -247,7 +241,6 @@ class _Sums:
         self._staging.store(self._blocks.outside(found, self._dtype), home, buffer)
 
 
-@local.ieee
 def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The softmax loss and its log-sum-exps, on the device: see ``local.forward``."""
     backend, options = work
@@ -275,12 +268,11 @@ def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None =
     return local.Forward(loss, mine[:2], over[0][:2] if over else None)
 
 
-def _merge(arrays: ArrayLibrary, into: dict[int, SideStatistics], number: int, found: SideStatistics) -> None:
-    known = [into[number]] if number in into else []
-    into[number] = local.merged(arrays, [*known, found])
+def _merge(arrays: ArrayLibrary, into: dict[int, SideStatistics], part: _Part, found: SideStatistics) -> None:
+    known = [into[part.side.start]] if part.side.start in into else []
+    into[part.side.start] = local.merged(arrays, [*known, found])
 
 
-@local.ieee
 def backward(
     problem: Problem, saved: local.Forward, upstream: Array, wanted: local.Wanted, work: local.Work
 ) -> local.Gradients:
@@ -299,7 +291,7 @@ def backward(
             backend.gradients(staged.block, _weights(weighted, saved, staged, arrays), into, columns, options)
         elif into is not None:
             n, p = saved.rows
-            weights = triangle.weights_within(staged.within, (n[staged.rows], p[staged.rows]), arrays)
+            weights = triangle.weights_within(staged.within, (n[staged.row.side], p[staged.row.side]), arrays)
             triangle.add_gradients(staged.within, *weights, into, work)
         sums.done(staged, columns)
     blocks.staging.synchronize()
@@ -311,7 +303,7 @@ def backward(
 def _weights(problem: Problem, saved: local.Forward, staged: _StagedBlock, arrays: ArrayLibrary) -> Weights:
     rows, columns = local.side_weights(problem, saved, arrays)
     columns = columns if problem.columns else rows
-    return Weights(rows.part(staged.rows), None if columns is None else columns.part(staged.columns))
+    return Weights(rows.part(staged.row.side), None if columns is None else columns.part(staged.column.side))
 
 
 def _single(problem: Problem) -> bool:
@@ -344,7 +336,6 @@ def _kept(blocks: _Blocks, problem: Problem, found: local.Gradients) -> local.Gr
     return replace(found, rows=kept[0], columns=tuple(kept[1:]))
 
 
-@local.ieee
 def sigmoid(problem: Problem, wanted: local.Wanted | None, work: local.Work) -> tuple[Array, local.Sums | None]:
     """The sigmoid loss, on the device, and the sums behind its gradients, at home: see ``local.sigmoid``.
 
@@ -358,7 +349,7 @@ def sigmoid(problem: Problem, wanted: local.Wanted | None, work: local.Work) -> 
     for staged in blocks.staged(problem, sums):
         backend.check(staged.block, options)
         into, columns = (None, None) if sums is None else sums.of(staged)
-        weight = problem.row_weight[staged.rows]
+        weight = problem.row_weight[staged.row.side]
         row_loss, slope = backend.sigmoid(staged.block, weight, into, columns, options)
         part = local.weighted_total(arrays, weight, row_loss), arrays.total(slope)
         loss, total = part if loss is None else (loss + part[0], total + part[1])
@@ -371,7 +362,6 @@ def sigmoid(problem: Problem, wanted: local.Wanted | None, work: local.Work) -> 
     return value, local.Sums(sums.rows, (*sums.columns, sums.inner), total)
 
 
-@local.ieee
 def sigmoid_gradients(
     problem: Problem, sums: local.Sums, upstream: Array, wanted: local.Wanted, arrays: ArrayLibrary
 ) -> local.Gradients:

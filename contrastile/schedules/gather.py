@@ -34,19 +34,18 @@ def _block(problem: Problem, arrays: ArrayLibrary, kept: Array | None = None) ->
     One message, in which the forward pass compares the scale and the bias too: see ``scalars``.
     """
     placement = placed(problem)
-    widths, numbers = placement.shards.widths, scalars.of(problem) if kept is None else {}
+    widths, numbers = placement.shards.widths, scalars.parts(problem, arrays) if kept is None else []
     columns = [] if kept is not None else [arrays.concat(list(problem.columns))]
     parts = [(x, widths) for x in (*columns, *problem.marks) if x is not None]
-    found = gathered(placement, arrays, *parts, *scalars.parts(placement, arrays, numbers)) if parts else []
-    own = scalars.checked(placement, arrays, numbers, found[len(parts) :])
+    found = gathered(placement, arrays, *parts, *numbers) if parts else []
+    problem = scalars.checked(problem, arrays, found[len(parts) :])
     each = iter(found)
     kept = next(each) if kept is None else kept
     marks = [None if x is None else next(each) for x in problem.marks]
     # the pairs' numbers are those of the joined columns already
-    return replace(problem, **own).block(kept, 0, marks)
+    return problem.block(kept, 0, marks)
 
 
-@local.ieee
 def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows and columns.
 
@@ -112,7 +111,6 @@ def _over_columns(
     return value, (lses[0][start:stop], lses[1][start:stop]), (*lses, weight, target)
 
 
-@local.ieee
 def backward(
     problem: Problem, saved: local.Forward, upstream: Array, wanted: local.Wanted, work: local.Work
 ) -> local.Gradients:
@@ -144,9 +142,7 @@ def backward(
         inner = arrays.inner(problem.rows, row_sum) if wanted.scale else None
     sums, totals = _returned(placement, arrays, column_sum, wanted.columns, [inner] if wanted.scale else [])
     features = local.Wanted(wanted.rows, wanted.columns, scale=False)
-    rest = local.gradients_from_sums(
-        problem.rows, problem.scale, local.Sums(row_sum, sums, None), None, features, arrays
-    )
+    rest = local.gradients_from_sums(problem, local.Sums(row_sum, sums, None), None, features, arrays)
     scale = mean(placement, arrays, totals[0], problem.scale) if wanted.scale else None
     return local.Gradients(rest.rows if row_gradient is None else row_gradient, rest.columns, scale, None)
 
@@ -188,7 +184,6 @@ def by_block(placement: Placement, own: Array | None, wants: tuple[bool, ...]) -
     return tuple(parts if len(parts) == 1 else [None if x is None else buffers.copied(x) for x in parts])
 
 
-@local.ieee
 def sigmoid(problem: Problem, wanted: local.Wanted | None, work: local.Work) -> tuple[Array, local.Sums | None]:
     """The global sigmoid loss and, in the same pass, the sums behind this rank's gradients."""
     backend, options = work

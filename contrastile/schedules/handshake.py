@@ -111,15 +111,16 @@ class Handshake:
         comm = self.communicator
         scalars.check(comm)
         dtype, device = arrays.dtype(rows), arrays.device(rows)
-        refusal = comm.refusal(device)
-        if refusal is not None:
-            raise ValueError(refusal)
+        if device not in comm.devices:
+            raise ValueError(f"the group carries no arrays on {device}; move them to {' or '.join(comm.devices)}")
         if len(columns) > _BLOCKS:
             raise ValueError(f"at most {_BLOCKS} blocks of columns can be exchanged, got {len(columns)}; join some")
         # if only some ranks wanted a gradient, the others would wait for its messages
         wants = tuple(bool(getattr(x, "requires_grad", False)) for x in (rows, *columns, *(x for _, x in numbers)))
         agreed = {"width": int(rows.shape[1]), "dtype": dtype, "device": device, "column blocks": len(columns)}
-        agreed |= settings | self.settings | {"gradients wanted": wants if gradients_are_on(arrays) else ()}
+        # torch alone has autograd, which records nothing inside of no_grad
+        recorded = arrays.name == "torch" and bool(sys.modules["torch"].is_grad_enabled())
+        agreed |= settings | self.settings | {"gradients wanted": wants if recorded else ()}
         backend = self.settings.get("backend", "auto")
         if backend == "auto":
             # what is installed may differ
@@ -128,7 +129,9 @@ class Handshake:
             agreed["the backend that 'auto' takes (name one that every rank has)"] = backend
         places = tuple(arrays.device(x) if arrays.owns(x) else "a number" for x, _ in numbers)
         agreed["where scale and bias are"] = places
-        values = [_on_host(x, at) for (x, _), at in zip(numbers, places, strict=True)]
+        # without waiting for a device
+        given: list[Any] = [x if at in scalars.READABLE else 0.0 for (x, _), at in zip(numbers, places, strict=True)]
+        values = [float(x.item() if hasattr(x, "item") else x) for x in given]
         record = self._record(agreed, _WELL, [own[0], *own[1]], values)
         label = self._label(str(settings.get("loss", "")))
         everyone = comm.agree(record, label)
@@ -139,7 +142,7 @@ class Handshake:
         shards = _shards(everyone[:, : -len(scalars.NAMES)].tobytes(), len(everyone), len(columns))
         exchange = self._chosen(comm, shards, int(rows.shape[1]), dtype, device)
         unread = not scalars.READABLE.issuperset(places) and scalars.due(label.serial, exchange) and comm.size > 1
-        self.placement = Placement(comm, exchange, self.reduction, shards, label.serial, label.loss, unread)
+        self.placement = Placement(comm, exchange, self.reduction, shards, label, unread)
         return Met(sum(shards.rows), sum(shards.widths), self.placement.start, self.placement)
 
     def _chosen(self, comm: Communicator, shards: Shards, width: int, dtype: str, device: str) -> Any:
@@ -313,20 +316,8 @@ def _difference(parts: list[dict[str, Any]]) -> str:
     return "the ranks differ in what they were asked to do; make the same call on every rank"
 
 
-def _on_host(number: Any, place: str) -> float:
-    """What the ranks can compare of a number without waiting for a device."""
-    if place not in scalars.READABLE:
-        return 0.0
-    return float(number.item() if hasattr(number, "item") else number)
-
-
 ALONE = Handshake()
 """A process alone. It never changes."""
-
-
-def gradients_are_on(arrays: ArrayLibrary) -> bool:
-    """Whether autograd records: only torch, outside of ``no_grad``."""
-    return arrays.name == "torch" and bool(sys.modules["torch"].is_grad_enabled())
 
 
 def _check_settings(exchange: Any, reduction: Any) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import wraps
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 from contrastile.backends import bars, objectives
 from contrastile.backends.arrays import ArrayLibrary
@@ -22,9 +22,6 @@ from contrastile.backends.contract import (
 )
 from contrastile.schedules.problem import Problem
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 Lses = tuple[Array, Array]
 """N and P of one side: see ``contract.SideStatistics``."""
 
@@ -32,18 +29,12 @@ State = Sequence[Array | None]
 """What a loss leaves for its gradients, in one row. Only the schedule knows what each array is."""
 
 
-def ieee(function: Callable[P, R]) -> Callable[P, R]:
-    """Silence NumPy's warnings of NaN and infinity: here they are results."""
+def quiet() -> AbstractContextManager[Any]:
+    """While open, NumPy does not warn of NaN and infinity: here they are results."""
+    # imported when called: ``import contrastile`` imports nothing but the standard library
+    import numpy as np
 
-    @wraps(function)
-    def quiet(*args: P.args, **kwargs: P.kwargs) -> R:
-        # imported when called: ``import contrastile`` imports nothing but the standard library
-        import numpy as np
-
-        with np.errstate(all="ignore"):
-            return function(*args, **kwargs)
-
-    return quiet
+    return np.errstate(all="ignore")
 
 
 class Work(NamedTuple):
@@ -125,12 +116,6 @@ class Gradients:
         return self.rows, self.scale, self.bias, *self.columns
 
 
-def both_sides(found: Gradients) -> Array:
-    """The gradient of features that are rows and columns at once."""
-    rows: Array = found.rows
-    return rows + found.columns[0] if found.columns else rows
-
-
 @dataclass(frozen=True, slots=True)
 class Sums:
     """What the primitives accumulate: G K, G^T Q (both without the factor scale) and sum G, in the state dtype."""
@@ -160,21 +145,16 @@ def lse_function(rows: Array, count: int, wanted: Wanted | None, work: Work, *, 
         single: whether there is one block, which ``finished`` may be given.
     """
     backend, options = work
-    if wanted is None or backend.keeping is None or not keeps(rows, count, backend.arrays, backend, options):
+    if wanted is None or backend.keeping is None or backend.keeps is None:
+        return backend.lse
+    dtype, device = backend.arrays.dtype(rows), backend.arrays.device(rows)
+    if backend.keeps(rows.shape[0], count, dtype, device, options) == 0:
         return backend.lse
     if backend.finished is not None and not (single and wanted.rows and all(wanted.columns)):
         return backend.lse
     return backend.keeping
 
 
-def keeps(rows: Array, count: int, arrays: ArrayLibrary, backend: Backend, options: Options) -> bool:
-    """Whether a backend may keep something of a problem of these rows, of this library, and ``count`` columns."""
-    if backend.keeps is None:
-        return False
-    return backend.keeps(rows.shape[0], count, arrays.dtype(rows), arrays.device(rows), options) > 0
-
-
-@ieee
 def forward(problem: Problem, work: Work, *, wanted: Wanted | None = None) -> Forward:
     """The softmax loss and its log-sum-exps.
 
@@ -224,7 +204,6 @@ def joined(arrays: ArrayLibrary, parts: Sequence[SideStatistics]) -> SideStatist
     return SideStatistics(*(arrays.concat(list(x)) for x in zip(*parts, strict=True)))
 
 
-@ieee
 def backward(problem: Problem, saved: Forward, upstream: Array, wanted: Wanted, work: Work) -> Gradients:
     """Gradients of ``upstream * loss`` for the softmax loss; ``upstream`` is 0-d, state dtype."""
     backend, options = work
@@ -243,7 +222,7 @@ def backward(problem: Problem, saved: Forward, upstream: Array, wanted: Wanted, 
         backend.gradients(block, _weights(weighted, saved, where, number, arrays), row_sum, column_sums[-1], options)
     # the upstream gradient is in the weights already, and a softmax does not depend on a bias
     sums = Sums(row_sum, tuple(column_sums), None)
-    return gradients_from_sums(problem.rows, problem.scale, sums, None, wanted, arrays)
+    return gradients_from_sums(problem, sums, None, wanted, arrays)
 
 
 def kept_by(parts: Sequence[Array | None]) -> tuple[Array | None, ...]:
@@ -314,7 +293,6 @@ def weighing_positives(work: Work) -> Work:
     return work._replace(backend=replace(backend, sigmoid=sigmoid))
 
 
-@ieee
 def sigmoid(problem: Problem, wanted: Wanted | None, work: Work) -> tuple[Array, Sums | None]:
     """The sigmoid loss (0-d, state dtype) and, in the same pass, the sums behind its gradients."""
     backend, options = work
@@ -333,30 +311,23 @@ def sigmoid(problem: Problem, wanted: Wanted | None, work: Work) -> tuple[Array,
     return value, Sums(row_sum, tuple(column_sums), total) if wanted is not None else None
 
 
-@ieee
 def gradients_from_sums(
-    rows: Array,
-    scale: Array,
-    sums: Sums,
-    upstream: Array | None,
-    wanted: Wanted,
-    arrays: ArrayLibrary,
-    numbers: str | None = None,
+    problem: Problem, sums: Sums, upstream: Array | None, wanted: Wanted, arrays: ArrayLibrary, numbers: str = ""
 ) -> Gradients:
     """Gradients from the accumulated sums: times the scale, cast once to the features' dtype.
 
     ``dscale = sum_i <row_i, (G K)_i>`` is taken before the cast and needs no pass over the tiles.
 
     Args:
-        rows: (m, d) features of the problem.
-        scale: 0-d, its scale.
+        problem: of which the rows and the scale are read.
         sums: what the primitives accumulated over it.
         upstream: 0-d factor still to be applied, leaving the sums as they are; None when the weights carried it, and
             then the sums are consumed.
         wanted: which gradients to give.
         arrays: the library of all these arrays.
-        numbers: dtype of the gradients of scale and bias; None for the scale's.
+        numbers: dtype of the gradients of scale and bias; by default the scale's.
     """
+    rows, scale = problem.rows, problem.scale
     dtype, scalar = arrays.dtype(rows), numbers or arrays.dtype(scale)
 
     def whole(x: Array | None, want: bool) -> Array | None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
-from contrastile.backends.arrays import ArrayLibrary, transfer, working_for
-from contrastile.backends.contract import Array, Backend
-from contrastile.schedules.local import Gradients
+from contrastile.backends.arrays import ArrayLibrary, working_for
+from contrastile.backends.contract import Backend
 from contrastile.schedules.problem import Problem, convert
 
 
@@ -28,22 +27,7 @@ def native(problem: Problem, source: ArrayLibrary, backend: Backend) -> Iterator
     if source.name == backend.arrays.name != "cupy" and not narrowing:
         yield convert(problem, source, backend.arrays)
         return
-    with working_for(source, backend.arrays, problem.rows if blocking is None else problem.scale.to(blocking.device)):
-        if torch is None or not narrowing:
-            yield convert(problem, source, backend.arrays)
-            return
-        with torch.autocast(device, enabled=False):
-            yield convert(problem, source, backend.arrays)
-
-
-def returned(found: Gradients, problem: Problem, source: ArrayLibrary, target: ArrayLibrary) -> Gradients:
-    """Gradients moved from the backend's library to the caller's, with the dtypes of the caller's problem."""
-    if source.name == target.name:
-        return found
-    features, number = target.dtype(problem.rows), target.dtype(problem.scale)
-
-    def moved(x: Array | None, dtype: str) -> Array | None:
-        return transfer(x, source, target, dtype)
-
-    columns = tuple(moved(x, features) for x in found.columns)
-    return Gradients(moved(found.rows, features), columns, moved(found.scale, number), moved(found.bias, number))
+    wide = torch.autocast(device, enabled=False) if torch is not None and narrowing else nullcontext()
+    like = problem.rows if blocking is None else problem.scale.to(blocking.device)
+    with working_for(source, backend.arrays, like), wide:
+        yield convert(problem, source, backend.arrays)

@@ -78,7 +78,6 @@ def _statistics(problem: Problem, backend: Backend) -> SideStatistics:
     return SideStatistics(n, p, p if problem.own_positives else xp.exp(p))
 
 
-@local.ieee
 def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The softmax loss, of ranks the global one, and the log-sum-exps of all columns: see ``local.forward``."""
     arrays, rows = work.backend.arrays, _statistics(problem, work.backend)
@@ -93,7 +92,6 @@ def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None =
     return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), rows[:2])
 
 
-@local.ieee
 def backward(
     problem: Problem, saved: local.Forward, upstream: Array, wanted: local.Wanted, work: local.Work
 ) -> local.Gradients:
@@ -127,13 +125,13 @@ def backward(
             of_own[here.start * each : here.stop * each] = part[:, first:].reshape((-1, own.shape[1]))
     module, shared, which = _shared(problem)
     wanted = replace(wanted, columns=wanted.columns[which])
-    alone = local.Sums(sums, (), None), None, wanted, source
+    alone = replace(problem, scale=factor), local.Sums(sums, (), None), None, wanted, source
     found: local.Gradients
     if shared.columns:
         found = module.backward(replace(shared, row_sums=sums), saved, upstream, wanted, work)
     elif placement is not None:
-        found = gradients_over_ranks(rows, factor, placement, *alone)
+        found = gradients_over_ranks(*alone)
     else:
-        found = local.gradients_from_sums(rows, factor, *alone)
+        found = local.gradients_from_sums(*alone)
         found = replace(found, scale=None if found.scale is None else alongside(found.scale, problem.scale))
     return replace(found, columns=(*[of_key] * first, *found.columns, of_own))

@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, get_args
 
+from contrastile.comm.calls import Label
 from contrastile.comm.communicator import Communicator, Hosts
 
 Schedule = Literal["ring", "two-level", "gather", "replicate"]
@@ -96,8 +97,7 @@ class Placement:
         exchange: the schedule.
         reduction: what the trainer does with the parameters' gradients over the ranks, "mean" or "sum".
         shards: of every rank.
-        serial: the number of the call: see ``calls.Label``.
-        loss: its name.
+        call: of the forward pass.
         unread: whether the scale or the bias is on a device, where this call is to compare it: see ``scalars``.
         agreed: whether the ranks agree on each phase before it begins, as on the replay of a graph, and not within.
     """
@@ -106,8 +106,7 @@ class Placement:
     exchange: Schedule
     reduction: Reduction
     shards: Shards
-    serial: int = 0
-    loss: str = ""
+    call: Label = field(default_factory=Label)
     unread: bool = False
     agreed: bool = False
 

@@ -51,13 +51,12 @@ def replicated(problem: Problem, arrays: ArrayLibrary) -> Problem:
     parts = {
         i: (x, each) for i, (x, each) in enumerate(zip(own, counts, strict=True)) if homes[i] == i and x is not None
     }
-    numbers = scalars.of(problem)
     with working_for(arrays, arrays, problem.rows), phase(placement):
-        wholes = gathered(placement, arrays, *parts.values(), *scalars.parts(placement, arrays, numbers))
+        wholes = gathered(placement, arrays, *parts.values(), *scalars.parts(problem, arrays))
     found = dict(zip(parts, wholes, strict=False))
     whole = problem.with_arrays([found.get(i) for i in homes])
-    more: dict[str, Any] = {"scale": problem.scale, "bias": problem.bias}
-    more |= scalars.checked(placement, arrays, numbers, wholes[len(parts) :])
+    own_numbers = scalars.checked(problem, arrays, wholes[len(parts) :])
+    more: dict[str, Any] = {"scale": own_numbers.scale, "bias": own_numbers.bias}
     if known is not None:
         m, dtype = whole.rows.shape[0], arrays.dtype(problem.scale)
         weight, target = (arrays.full((m,), value, dtype, whole.rows) for value in (known, 1.0))

@@ -58,12 +58,12 @@ class _Ring:
 
     def __iter__(self) -> Iterator[tuple[int, Sequence[_Shard]]]:
         for distance, runs in visits(self.placement, self.arrays, self.own, self.sizes):
-            yield distance, [self._shard(run) for run in runs]
-
-    def _shard(self, run: Run) -> _Shard:
-        vectors = iter(run.arrays[self.blocks :])
-        marks = [None if x is None else next(vectors) for x in self.problem.marks]
-        return _Shard(run, run.arrays[: self.blocks], marks, list(vectors))
+            shards = []
+            for run in runs:
+                vectors = iter(run.arrays[self.blocks :])
+                marks = [None if x is None else next(vectors) for x in self.problem.marks]
+                shards.append(_Shard(run, run.arrays[: self.blocks], marks, list(vectors)))
+            yield distance, shards
 
 
 def _blocks(problem: Problem, placement: Placement, shard: _Shard) -> Iterator[tuple[slice, Block]]:
@@ -74,7 +74,6 @@ def _blocks(problem: Problem, placement: Placement, shard: _Shard) -> Iterator[t
         yield where, problem.block(columns, start + where.start, marks_of(shard.marks, where))
 
 
-@local.ieee
 def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows and columns.
 
@@ -107,7 +106,6 @@ def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None =
     return finalize_loss(problem, loss, rows[0], arrays, over)
 
 
-@local.ieee
 def backward(
     problem: Problem, saved: local.Forward, upstream: Array, wanted: local.Wanted, work: local.Work
 ) -> local.Gradients:
@@ -137,10 +135,9 @@ def backward(
     limited = problem.row_limits is not None or problem.column_limits is not None
     whole = arrays.dtype(problem.rows) == "float64" or limited
     sums = local.Sums(row_sum, _gradient_sums(ring, wanted.columns, backend, compute, whole=whole), None)
-    return gradients_over_ranks(problem.rows, problem.scale, placement, sums, None, wanted, arrays)
+    return gradients_over_ranks(problem, sums, None, wanted, arrays)
 
 
-@local.ieee
 def sigmoid(problem: Problem, wanted: local.Wanted | None, work: local.Work) -> tuple[Array, local.Sums | None]:
     """The global sigmoid loss and, in the same pass, the sums behind this rank's gradients."""
     backend, options = work

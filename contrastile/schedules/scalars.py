@@ -12,11 +12,10 @@ from dataclasses import replace
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array
 from contrastile.comm import buffers, calls
-from contrastile.comm.calls import Label
 from contrastile.comm.communicator import Communicator, MismatchError
 from contrastile.schedules.placement import Placement, Schedule
 from contrastile.schedules.problem import Problem
-from contrastile.schedules.sums import gathered
+from contrastile.schedules.sums import gathered, placed
 
 NAMES = "scale", "bias"
 READABLE = frozenset(("cpu", "a number"))
@@ -38,7 +37,7 @@ def due(serial: int, exchange: Schedule) -> bool:
     return exchange != "replicate" or serial <= OFTEN or serial % OFTEN == 0
 
 
-def of(problem: Problem) -> dict[str, Array]:
+def _numbers(problem: Problem) -> dict[str, Array]:
     """The scale and the bias of a problem, by name, where they lie on a device and this call is to compare them."""
     if problem.placement is None or not problem.placement.unread:
         return {}
@@ -46,39 +45,33 @@ def of(problem: Problem) -> dict[str, Array]:
 
 
 def compared(problem: Problem, arrays: ArrayLibrary) -> Problem:
-    """The problem with the scale and the bias that all ranks hold: see ``checked``. One small message.
+    """``checked``, by one small message of its own where there is anything to compare.
 
     Raises:
         ExchangeError: a rank did not answer within the deadline.
     """
-    numbers, placement = of(problem), problem.placement
-    if placement is None or not numbers:
-        return problem
-    found = checked(placement, arrays, numbers, gathered(placement, arrays, *parts(placement, arrays, numbers)))
-    return replace(problem, placement=replace(placement, unread=False), **found)
+    own = parts(problem, arrays)
+    return checked(problem, arrays, gathered(placed(problem), arrays, *own)) if own else problem
 
 
-def parts(
-    placement: Placement, arrays: ArrayLibrary, numbers: Mapping[str, Array]
-) -> list[tuple[Array, Sequence[int]]]:
-    """The numbers as ``sums.gathered`` takes them, with others or alone; ``checked`` takes what it gives for them."""
-    return [(arrays.cast(x, "float64").reshape((1,)), (1,) * placement.size) for x in numbers.values()]
+def parts(problem: Problem, arrays: ArrayLibrary) -> list[tuple[Array, Sequence[int]]]:
+    """What is to be compared, as ``sums.gathered`` takes it, with others or alone; ``checked`` takes what it gives."""
+    ones = () if problem.placement is None else (1,) * problem.placement.size
+    return [(arrays.cast(x, "float64").reshape((1,)), ones) for x in _numbers(problem).values()]
 
 
-def checked(
-    placement: Placement, arrays: ArrayLibrary, numbers: Mapping[str, Array], whole: Sequence[Array]
-) -> dict[str, Array]:
-    """The numbers, or NaN for one that the ranks do not hold alike; ``check`` says so later.
+def checked(problem: Problem, arrays: ArrayLibrary, whole: Sequence[Array]) -> Problem:
+    """The problem, with NaN for a scale or a bias that the ranks do not hold alike; ``check`` says so later.
 
-    Args:
-        placement: of the problem.
-        arrays: the library of all these arrays.
-        numbers: scale and bias, of one element each, by name.
-        whole: (ranks,) for each of them, every rank's.
+    ``whole``: every rank's, (ranks,) for each; empty where nothing was compared.
     """
+    if not whole:
+        return problem
+    numbers, placement = _numbers(problem), placed(problem)
     read(placement, dict(zip(numbers, whole, strict=True)))
     pairs = zip(numbers.items(), whole, strict=True)
-    return {name: arrays.where(alike(every), x, float("nan")) for (name, x), every in pairs}
+    own = {name: arrays.where(alike(every), x, float("nan")) for (name, x), every in pairs}
+    return replace(problem, placement=replace(placement, unread=False), **own)
 
 
 def read(placement: Placement, every: Mapping[str, Array]) -> None:
@@ -88,7 +81,7 @@ def read(placement: Placement, every: Mapping[str, Array]) -> None:
     if None in reads.values():
         calls.captured = every
     elif reads:
-        calls.unread.append((Label(placement.serial, "forward", placement.loss), reads))
+        calls.unread.append((placement.call, reads))
 
 
 def check(communicator: Communicator) -> None:

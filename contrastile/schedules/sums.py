@@ -36,7 +36,8 @@ def phase(placement: Placement, wanted: local.Wanted | None = None) -> Iterator[
         import numpy as np
 
         wants = sum(1 << i for i, flag in enumerate(flags) if flag)
-        placement.communicator.agree(np.empty(0, np.int64), Label(placement.serial, "backward", placement.loss, wants))
+        label = Label(placement.call.serial, "backward", placement.call.loss, wants)
+        placement.communicator.agree(np.empty(0, np.int64), label)
     try:
         yield
     finally:
@@ -91,20 +92,15 @@ def mean(placement: Placement, arrays: ArrayLibrary, total: Array, scale: Array)
 
 
 def gradients_over_ranks(
-    rows: Array,
-    scale: Array,
-    placement: Placement,
-    sums: local.Sums,
-    upstream: Array | None,
-    wanted: local.Wanted,
-    arrays: ArrayLibrary,
+    problem: Problem, sums: local.Sums, upstream: Array | None, wanted: local.Wanted, arrays: ArrayLibrary
 ) -> local.Gradients:
     """This rank's gradients: ``local.gradients_from_sums``, with scale and bias averaged over the ranks.
 
     ``Placement.factor`` is in the sums already, or in ``upstream``.
     """
     # in float64 until they are whole: the ranks' parts may be large where their sum is small
-    found = local.gradients_from_sums(rows, scale, sums, upstream, wanted, arrays, "float64")
+    found = local.gradients_from_sums(problem, sums, upstream, wanted, arrays, "float64")
     parts = {name: x for name, x in (("scale", found.scale), ("bias", found.bias)) if x is not None}
-    totals = summed(placement, arrays, *parts.values())
-    return replace(found, **{name: mean(placement, arrays, x, scale) for name, x in zip(parts, totals, strict=True)})
+    totals = summed(placed(problem), arrays, *parts.values())
+    of_all = zip(parts, totals, strict=True)
+    return replace(found, **{name: mean(placed(problem), arrays, x, problem.scale) for name, x in of_all})

@@ -156,7 +156,6 @@ def weights_within(problem: Problem, lses: local.Lses, arrays: ArrayLibrary) -> 
     return weights_of(problem, lses, arrays)
 
 
-@local.ieee
 def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The softmax loss and its log-sum-exps: see ``local.forward``."""
     arrays, rows = work.backend.arrays, slice(0, problem.rows.shape[0])
@@ -167,7 +166,6 @@ def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None =
     return local.Forward(loss, mine[:2], kept=local.kept_by(kept))
 
 
-@local.ieee
 def backward(
     problem: Problem, saved: local.Forward, upstream: Array, wanted: local.Wanted, work: local.Work
 ) -> local.Gradients:
@@ -184,7 +182,7 @@ def backward(
     if sums is not None:
         add_gradients(problem, *weights_of(problem, saved.rows, arrays), sums, work, saved.kept)
     whole = local.Sums(sums, (), None)
-    return counted_once(local.gradients_from_sums(problem.rows, problem.scale, whole, None, wanted, arrays))
+    return counted_once(local.gradients_from_sums(problem, whole, None, wanted, arrays))
 
 
 def counted_once(found: local.Gradients) -> local.Gradients:

@@ -9,7 +9,6 @@ twice, and each computes half of their block.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from contrastile.backends import bars
 from contrastile.backends.arrays import ArrayLibrary
@@ -36,18 +35,6 @@ def shares(placement: Placement, rank: int, owner: int) -> tuple[slice, slice] |
     size = sizes[rank if mine < its else owner]
     half = triangle.middle(size, max(1, min(triangle.ALIGNED, size // 16)))
     return (slice(0, half), columns) if mine < its else (rows, slice(half, columns.stop))
-
-
-@dataclass(frozen=True, slots=True)
-class _PeerBlock:
-    """What this rank computes with a rank's shard: whose, its arrays, and which rows meet which, as ``shares`` says."""
-
-    owner: int
-    features: Array
-    ids: Array | None
-    vectors: Sequence[Array]
-    rows: slice
-    columns: slice
 
 
 class _ShardExchange:
@@ -81,8 +68,11 @@ class _ShardExchange:
 
         self._returns = Returns(self.placement, arrays, sizes, combine, taken)
 
-    def __iter__(self) -> Iterator[_PeerBlock]:
-        """This rank's own shard first. What is found of each other one is to be put into ``found``, by its owner."""
+    def __iter__(self) -> Iterator[tuple[int, Block | None, slice, slice, Sequence[Array]]]:
+        """Of each shard its owner, the block to compute, the rows that meet in it, as ``shares`` says, and its vectors.
+
+        This rank's own comes first, with no block. What is found of each other one is to be put into ``found``.
+        """
         place, own = self.placement, self._own
         rows = place.shards.rows
 
@@ -94,21 +84,20 @@ class _ShardExchange:
             shards = {owner: xs for run in runs for owner, xs in run.parted(sizes).items()}
             for owner in sorted(shards, key=lambda owner: (place.rank - owner) % place.size):
                 features, *rest = shards[owner]
-                places = shares(place, place.rank, owner)
-                if places is not None:
-                    yield _PeerBlock(owner, features, rest[0] if self._ids else None, rest[self._ids :], *places)
+                places, block = shares(place, place.rank, owner), None
+                if places is None:
+                    continue
+                if owner != place.rank:
+                    part, there = self.problem.of_rows(places[0]), places[1]
+                    ids = rest[0] if self._ids else None
+                    marks = marks_of((ids, None, None), there)
+                    block = triangle.across(part, features[there], place.shards.start(owner) + there.start, marks)
+                yield owner, block, *places, rest[self._ids :]
             if place.rank not in shards:
                 self._returns.send(distance, self.found)
         self._returns.finish()
 
-    def block(self, peer: _PeerBlock) -> Block:
-        """Rows of this rank against rows of another."""
-        part, features = self.problem.of_rows(peer.rows), peer.features[peer.columns]
-        start = self.placement.shards.start(peer.owner) + peer.columns.start
-        return triangle.across(part, features, start, marks_of((peer.ids, None, None), peer.columns))
 
-
-@local.ieee
 def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows. Nothing is kept.
 
@@ -123,23 +112,21 @@ def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None =
             x[rows] = part
 
     exchange = _ShardExchange(problem, arrays, (), len(mine), lambda *each: local.merged(arrays, each), take)
-    for peer in exchange:
-        if peer.owner == exchange.placement.rank:
+    for owner, block, rows, _, _ in exchange:
+        if block is None:
             own = triangle.within(problem, exchange.placement.start)
             most = triangle.whole_up_to(own, work)
             mine = triangle.statistics(own, whole, most, work)
             continue
-        block = exchange.block(peer)
         backend.check(block, options)
         found = backend.lse(block, True, options)
         assert found.columns is not None
-        take(peer.rows, found.rows)
-        exchange.found[peer.owner] = found.columns
+        take(rows, found.rows)
+        exchange.found[owner] = found.columns
     loss = local.loss(problem, arrays, "float64", mine)
     return finalize_loss(problem, loss, mine, arrays)
 
 
-@local.ieee
 def backward(
     problem: Problem, saved: local.Forward, upstream: Array, wanted: local.Wanted, work: local.Work
 ) -> local.Gradients:
@@ -149,7 +136,7 @@ def backward(
     if sums is not None:
         _add_gradients(weighted, saved, sums, work)
     whole = local.Sums(sums, (), None)
-    found = gradients_over_ranks(problem.rows, problem.scale, placed(problem), whole, None, wanted, arrays)
+    found = gradients_over_ranks(problem, whole, None, wanted, arrays)
     return triangle.counted_once(found)
 
 
@@ -169,15 +156,13 @@ def _add_gradients(problem: Problem, saved: local.Forward, sums: Array, work: lo
         sums[rows] += found[0]
 
     exchange = _ShardExchange(problem, arrays, vectors, 1, added, take)
-    for peer in exchange:
-        if peer.owner == exchange.placement.rank:
+    for owner, block, rows, columns, theirs in exchange:
+        if block is None:
             mine = triangle.within(problem, exchange.placement.start)
             weights = triangle.weights_within(mine, saved.rows, arrays)
             triangle.add_gradients(mine, *weights, sums, work)
             continue
-        there = local.accumulator(backend, peer.features[peer.columns], True)
-        there_weights = weighed(peer.vectors).part(peer.columns)
-        backend.gradients(
-            exchange.block(peer), Weights(own.part(peer.rows), there_weights), sums[peer.rows], there, options
-        )
-        exchange.found[peer.owner] = [there]
+        there = local.accumulator(backend, block.columns, True)
+        both = Weights(own.part(rows), weighed(theirs).part(columns))
+        backend.gradients(block, both, sums[rows], there, options)
+        exchange.found[owner] = [there]

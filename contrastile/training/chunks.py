@@ -102,33 +102,6 @@ class Listed:
             )
 
 
-class Zipped:
-    """Chunks of several inputs that one callable takes together: tuples."""
-
-    def __init__(self, parts: Sequence[Sliced | Listed]) -> None:
-        counts = [part.count for part in parts]
-        if len(set(counts)) > 1:
-            raise ValueError(
-                f"the inputs of one callable must be cut into equally many chunks, got {counts}; give one size for "
-                "each input: chunk=(4, 12)"
-            )
-        self._parts = parts
-        self.count = counts[0]
-
-    def __iter__(self) -> Iterator[Any]:
-        return zip(*self._parts, strict=True)
-
-    def tensors(self) -> list[Tensor]:
-        """Those of every part."""
-        return [x for part in self._parts for x in part.tensors()]
-
-    def extend(self, count: int) -> None:
-        """Extend every part."""
-        for part in self._parts:
-            part.extend(count)
-        self.count = count
-
-
 def apply(function: Callable[[Tensor], Any], batch: Any) -> Any:
     """The batch with ``function`` of every tensor that has a first dimension; numbers, None and such stay as they are.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from contrastile.backends.crossing import dtype_name
 from contrastile.backends.staging import Staging
-from contrastile.training.chunks import Size, Splitter, Zipped, check_callable, cut, samples
+from contrastile.training.chunks import Listed, Size, Sliced, Splitter, check_callable, cut, samples
 from contrastile.training.coupled import warn_of_coupled
 from contrastile.training.graphs import Outside, gradients_of, leaves, outside_of
 from contrastile.training.random_state import Autocast, RandomState, accelerators, float32_at_least
@@ -31,14 +31,14 @@ class _Tower:
 
     Attributes:
         encode: takes a chunk of every one of its inputs.
-        chunks: tuples of these.
+        inputs: the chunks of each of its inputs, which are equally many.
         states: of the random generators, before each chunk.
         rows: of each output, for each chunk; None for a number.
         learns: whether something may learn in each chunk.
     """
 
     encode: Callable[..., Any]
-    chunks: Zipped
+    inputs: list[Sliced | Listed]
     states: list[RandomState] = field(default_factory=list)
     rows: list[list[int | None]] = field(default_factory=list)
     learns: list[bool] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Replay:
         self._towers = _towers(encode, inputs, chunk, split)
         self._reduction = Reduction(sync, encoders)
         modules = modules_of(*encoders)
-        seen = [x for tower in self._towers for x in tower.chunks.tensors()]
+        seen = [x for tower in self._towers for each in tower.inputs for x in each.tensors()]
         # chunks that a splitter cut from a leaf are views of it
         if any(x.requires_grad and not (x if x._base is None else x._base).is_leaf for x in seen):
             raise ValueError("inputs must have no graph, which each chunk would walk again; detach them")
@@ -71,9 +71,10 @@ class Replay:
         self._devices = accelerators([*seen, *(p for module in modules for p in module.parameters())])
         self._autocast = Autocast(self._devices)
         self._used, self._offload = False, offload
-        counts = self._reduction.agree([tower.chunks.count for tower in self._towers])
+        counts = self._reduction.agree([tower.inputs[0].count for tower in self._towers])
         for tower, count in zip(self._towers, counts, strict=True):
-            tower.chunks.extend(count)
+            for each in tower.inputs:
+                each.extend(count)
         self._kept = _versions(seen)
         with torch.no_grad(), self._reduction.quiet():
             self.outputs = [x for i, tower in enumerate(self._towers) for x in self._first(i, tower)]
@@ -94,7 +95,7 @@ class Replay:
         parameters = (p for module in modules_of(tower.encode) for p in module.parameters())
         seems_frozen = not self._reduction and not any(p.requires_grad for p in parameters)
         with self._reduction.watch(index, tower.encode), torch.set_grad_enabled(seems_frozen):
-            for chunk in tower.chunks:
+            for chunk in zip(*tower.inputs, strict=True):
                 tower.states.append(RandomState(self._devices))
                 with self._autocast.again(), _explained(chunk):
                     found = _outputs(tower.encode(*chunk))
@@ -220,11 +221,11 @@ class Replay:
                 mine = slice(start, start + len(tower.rows[0]))
                 own, embeddings, start = gradients[mine], self.outputs[mine], mine.stop
                 at, learnt = [0] * len(own), False
-                for j, chunk in enumerate(tower.chunks):
+                for j, chunk in enumerate(zip(*tower.inputs, strict=True)):
                     if not tower.learns[j]:
                         at = [x + (rows or 0) for x, rows in zip(at, tower.rows[j], strict=True)]
                         continue
-                    last = j == tower.chunks.count - 1
+                    last = j == len(tower.rows) - 1
                     _check_unchanged(before)  # a hook may step an optimizer in each backward pass
                     with self._reduction.quiet(i if last else None):
                         terms = self._again(tower, j, chunk, own, embeddings, at)
@@ -270,7 +271,7 @@ class Replay:
                 part = None if gradient is None else gradient[at[k] : at[k] + rows]
                 at[k] += rows
             # a number's gradient enters once
-            if x.requires_grad and (rows is not None or j == tower.chunks.count - 1):
+            if x.requires_grad and (rows is not None or j == len(tower.rows) - 1):
                 dtype = float32_at_least(x.dtype)
                 # first the copy, from page-locked memory, which a conversion on the host would leave
                 wide = None if part is None else part.to(x.device, non_blocking=True).to(dtype)
@@ -403,9 +404,15 @@ def _towers(encode: Encode, inputs: Any, chunk: Chunk, split: Splitter | None) -
     if len(sizes) != len(given):
         raise ValueError(f"chunk must be one size, or one per input, got {len(sizes)} for {len(given)}; give one size")
     cuts = [cut(x, size, split) for x, size in zip(given, sizes, strict=True)]
-    if callable(encode):
-        return [_Tower(encode, Zipped(cuts))]
-    return [_Tower(each, Zipped([chunks])) for each, chunks in zip(encode, cuts, strict=True)]
+    if not callable(encode):
+        return [_Tower(each, [chunks]) for each, chunks in zip(encode, cuts, strict=True)]
+    counts = [chunks.count for chunks in cuts]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"the inputs of one callable must be cut into equally many chunks, got {counts}; give one size for each "
+            "input: chunk=(4, 12)"
+        )
+    return [_Tower(encode, cuts)]
 
 
 def check_loss(loss: Any) -> None:

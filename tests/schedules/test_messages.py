@@ -13,7 +13,7 @@ from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Options
 from contrastile.backends.registry import load
 from contrastile.comm.inprocess import InProcess, InProcessGroup
-from contrastile.schedules import ring, triangle
+from contrastile.schedules import triangle
 from contrastile.schedules.local import Wanted, Work
 from contrastile.schedules.placement import Placement
 from contrastile.verify import cases
@@ -42,8 +42,8 @@ def test_nothing_is_larger_than_a_shard(n: int, monkeypatch: pytest.MonkeyPatch)
 
     def program(comm: InProcess) -> None:
         problem = materialise(parts.part(comm.rank, placement(comm, parts)), NUMPY, "float64")
-        saved = ring.forward(problem, Work(NUMPY, Options()))
-        ring.backward(problem, saved, np.asarray(1.0), WANTED, Work(NUMPY, Options()))
+        _, state = compute.problem_loss(problem, Work(NUMPY, Options()))
+        compute.problem_gradients(problem, state, np.asarray(1.0), WANTED, Work(NUMPY, Options()))
 
     monkeypatch.setattr(ArrayLibrary, "full", counted)
     InProcessGroup[None](n).run(program)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from contrastile.backends.contract import Array, Bars, Block, Options, Pairs, SideWeights, Weights
+from contrastile.backends.contract import Array, Block, Options, Pairs, SideWeights, Weights
 from contrastile.backends.pairs import difference, head, merged_pairs
 from contrastile.backends.torch.accumulators import Accumulators
 from contrastile.backends.torch.pairs import BlockPairs, Masks, cut
@@ -37,17 +37,13 @@ def gradients(
         return
     products = Products(block, unit=LOG2_E)
     rows, columns, state = weights.rows, weights.columns, products.state
-    factors = [_Factors(rows, products.sync)]
-    if columns is not None:
-        alike = columns.weight is rows.weight and columns.target is rows.target and columns.bars is rows.bars
-        factors.append(factors[0] if alike else _Factors(columns, products.sync))
-    if products.sync:
-        products.gain = _gain(max(each.peak for each in factors))
-    sides = [_SideShare(rows, factors[0], products.gain, state)]
+    sides = [_SideShare(rows, products)]
     if columns is not None:
         # rows against themselves: what is found of one side is known of the other
         itself = all(x is y for x, y in zip(rows, columns, strict=True))
-        sides.append(sides[0] if itself else _SideShare(columns, factors[1], products.gain, state))
+        sides.append(sides[0] if itself else _SideShare(columns, products, like=sides[0]))
+    if products.sync:
+        products.gain = _gain(max(side.peak for side in sides))
     if products.bounds_gradient:
         bars = [x for each in (rows, columns) if each is not None and each.bars for x in each.bars]
         products.bound_gradient(*bars, *(side.weight for side in sides), *(side.term for side in sides))
@@ -63,11 +59,17 @@ def gradients(
         # pairs of equal ids are 0 already
         block = replace(block, pairs=Pairs(block.pairs.positives, block.pairs.excluded))
     pairs = BlockPairs(block, products.sync)
-    entries = _named_entries(pairs.of_positives(), sides, state)
+    of_positives, entries = pairs.of_positives(), None
+    if of_positives is not None:
+        # (m,); that of a row without a positive is not to be read
+        at = None if isinstance(of_positives, slice) else (of_positives,)
+        entries = _entries(sides, head(sides[0].positive), None, at).to(state)
     accumulators = Accumulators(products, row_gradient, column_gradient)
     for tile in tiles(block, pairs, products, options, kept, known=kept is not None):
         matched = tile.pairs.matched
-        exact = _matched_entries(tile, sides) if certain and matched is not None else None
+        exact = None
+        if certain and matched is not None:
+            exact = _entries(sides, tile.x.double(), (tile.rows, None), (tile.columns,)).to(state)
         beyond = tile.pairs.beyond(tile.x)
         if kept is not None and shared is not None:
             tile = _from_kept(tile, shared)
@@ -79,8 +81,8 @@ def gradients(
             # after the exponentials: a pair that is not admitted may have overflowed, or be NaN
             tile.pairs.silence(tile.x, 0.0)
         # before any rounding of G
-        if entries is not None:
-            tile.pairs.set_named(tile.x, cut(entries, tile.rows))
+        if entries is not None and tile.pairs.positive is not None:
+            tile.pairs.positive.write(tile.x, cut(entries, tile.rows))
         elif matched is not None and exact is not None:
             torch.where(matched, exact, tile.x, out=tile.x)
         elif matched is not None:
@@ -89,38 +91,19 @@ def gradients(
         accumulators.add(tile, tile.x)
 
 
-class _Factors:
-    """The weights and the targets of the rows, or of the columns, and what is known of them.
-
-    Attributes:
-        weight: u or v, state dtype; of a loss with bars that by N.
-        target: t, state dtype.
-        extremes: the smallest and the largest magnitude of the weights; NaN where values are not read.
-        peak: the largest magnitude of the weights and of all bars.
-        silent: where the weight is 0; on the host None where none is.
-        lone: whether every target is known to be 1.
-    """
-
-    def __init__(self, given: SideWeights, sync: bool) -> None:
-        self.weight: torch.Tensor = given.weight if given.bars is None else given.bars.negative
-        self.target: torch.Tensor = given.target
-        weight, target = self.weight, self.target
-        self.extremes = _extremes(weight) if sync else (math.nan, math.nan)
-        if self.extremes[0] < 0:
-            self.extremes = _extremes(weight.abs())
-        self.peak = self.extremes[1]
-        if sync and given.bars is not None:
-            self.peak = max(self.peak, *(_extremes(bar.abs())[1] for bar in given.bars))
-        self.silent: torch.Tensor | None = None if self.extremes[0] > 0 else weight == 0
-        self.lone = sync and _extremes(target) == (1.0, 1.0)
-
-
 class _SideShare:
     """The rows' or the columns' share of G. Numbers in the state dtype that meet those in float64 are widened.
 
     What a path through the code does not read is not computed.
 
     Attributes:
+        given: what it is made of.
+        unscaled: u or v, state dtype; of a loss with bars that by N.
+        target: t, state dtype.
+        limits: the smallest and the largest magnitude of the weights; NaN where values are not read.
+        peak: the largest magnitude of the weights and of all bars.
+        silent: where the weight is 0; on the host None where none is.
+        lone: whether every target is known to be 1.
         exact_lse: L in base 2, float64; of a loss with bars N.
         rest: of pairs what ``exact_lse`` lacks; otherwise 0.
         lse: L rounded to the state dtype.
@@ -130,30 +113,46 @@ class _SideShare:
         weight: the same times ``2^(lse - exact_lse)``, which makes good the rounding of L; state dtype.
         positive: P in base 2, float64, or pairs.
         negative_share: the probability of all negatives, 1 - p of the positives, to full relative accuracy; float64.
-        target: t.
         term: weight x target, what a positive loses; state dtype.
-        extremes: see ``_Factors``; times the gain.
-        silent: see ``_Factors``.
+        extremes: ``limits`` times the gain.
         certain: where p - t cancels.
     """
 
-    def __init__(self, given: SideWeights, factors: _Factors, gain: float, state: torch.dtype) -> None:
-        self._state, self._lone = state, factors.lone
-        self._lses = n, p = given.negative_lse, given.positive_lse
+    def __init__(self, given: SideWeights, products: Products, like: _SideShare | None = None) -> None:
+        """``like`` may have the same weights and targets, which are then not looked at again."""
+        self.given, self._products, self._state = given, products, products.state
+        n, p, _, _, bars = given
+        self.unscaled: torch.Tensor = given.weight if bars is None else bars.negative
+        self.target: torch.Tensor = given.target
         self.negative: torch.Tensor = head(n)
-        self._bars, self._gain = given.bars, gain
-        both = n if given.bars is not None else torch.logaddexp(n, p) if n.ndim == 1 else merged_pairs(torch, n, p)
+        both = n if bars is not None else torch.logaddexp(n, p) if n.ndim == 1 else merged_pairs(torch, n, p)
         lses = converted(both, binary=True)
         self.exact_lse: torch.Tensor = head(lses)
         self._rest: torch.Tensor | float = 0.0 if lses.ndim == 1 else lses[:, 1]
-        self.exact_weight: torch.Tensor = factors.weight if gain == 1.0 else factors.weight * gain
-        self.target: torch.Tensor = factors.target
-        self.extremes = factors.extremes[0] * gain, factors.extremes[1] * gain
-        self.silent = factors.silent
+        if like is None or any(x is not y for x, y in zip(given[2:], like.given[2:], strict=True)):
+            self.limits = _extremes(self.unscaled) if products.sync else (math.nan, math.nan)
+            if self.limits[0] < 0:
+                self.limits = _extremes(self.unscaled.abs())
+            self.peak = self.limits[1]
+            if products.sync and bars is not None:
+                self.peak = max(self.peak, *(_extremes(bar.abs())[1] for bar in bars))
+            self.silent: torch.Tensor | None = None if self.limits[0] > 0 else self.unscaled == 0
+            self.lone = products.sync and _extremes(self.target) == (1.0, 1.0)
+        else:
+            self.limits, self.peak, self.silent, self.lone = like.limits, like.peak, like.silent, like.lone
+
+    @cached_property
+    def exact_weight(self) -> torch.Tensor:
+        gain = self._products.gain
+        return self.unscaled if gain == 1.0 else self.unscaled * gain
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        return self.limits[0] * self._products.gain, self.limits[1] * self._products.gain
 
     @cached_property
     def positive(self) -> torch.Tensor:
-        return converted(self._lses[1], binary=True)
+        return converted(self.given.positive_lse, binary=True)
 
     @cached_property
     def lse(self) -> torch.Tensor:
@@ -175,7 +174,7 @@ class _SideShare:
 
     @cached_property
     def negative_share(self) -> torch.Tensor:
-        return torch.sigmoid(difference(*self._lses))
+        return torch.sigmoid(difference(*self.given[:2]))
 
     def coefficients(self, reference: float) -> torch.Tensor:
         """``weight 2^(reference - L)``, 0 where the weight is; state dtype."""
@@ -195,7 +194,7 @@ class _SideShare:
     @property
     def needs_entries(self) -> bool:
         """Whether positives that ids name may not be made of p and t."""
-        return self._bars is not None or bool(self.certain.any())
+        return self.given.bars is not None or bool(self.certain.any())
 
     def zero_where_silent(self, x: torch.Tensor) -> torch.Tensor:
         """X, and 0 where the weight is 0."""
@@ -206,27 +205,24 @@ class _SideShare:
         return x if self.silent is None else x[~self.silent]
 
     def entries(self, x: torch.Tensor, at: tuple[slice | torch.Tensor | None, ...] | None) -> torch.Tensor:
-        """This side's part of G at positives of base-2 logits x, float64: ``w ((q - t) - q negative_share)``."""
-        if self._bars is not None:
-            return self._entries_of_bars(self._bars, x, at)
+        """This side's part of G at positives of base-2 logits x, float64: ``w ((q - t) - q negative_share)``.
+
+        Of a loss with bars it is ``Pbar q + Dbar (q - t)``.
+        """
+        if self.given.bars is not None:
+            by_p, by_d = (bar if at is None else bar[at] for bar in self.given.bars[1:])
+            q, t = self._among_positives(x, at)
+            part = torch.where(by_p == 0, 0.0, by_p * q) + torch.where(by_d == 0, 0.0, by_d * (q - t))
+            return part.mul_(self._products.gain)
         members = self.exact_weight, self.negative_share
         w, share = members if at is None else (each[at] for each in members)
         # the target of a lone positive is 1: x is P, whatever a product of another shape has made of it
-        if self._lone:
+        if self.lone:
             part = (w * share).neg_()
         else:
             q, t = self._among_positives(x, at)
             part = w * ((q - t) - q * share)
         return part if self.silent is None else torch.where(self.silent if at is None else self.silent[at], 0.0, part)
-
-    def _entries_of_bars(
-        self, bars: Bars, x: torch.Tensor, at: tuple[slice | torch.Tensor | None, ...] | None
-    ) -> torch.Tensor:
-        """The same of a loss with bars: ``Pbar q + Dbar (q - t)``."""
-        by_p, by_d = bars[1:] if at is None else (each[at] for each in bars[1:])
-        q, t = self._among_positives(x, at)
-        part = torch.where(by_p == 0, 0.0, by_p * q) + torch.where(by_d == 0, 0.0, by_d * (q - t))
-        return part.mul_(self._gain)
 
     def _among_positives(
         self, x: torch.Tensor, at: tuple[slice | torch.Tensor | None, ...] | None
@@ -257,29 +253,10 @@ def _extremes(x: torch.Tensor) -> tuple[float, float]:
     return float(least), float(most)
 
 
-def _named_entries(
-    of_positives: slice | torch.Tensor | None, sides: list[_SideShare], state: torch.dtype
-) -> torch.Tensor | None:
-    """G at each row's named positive, (m,) in the state dtype; of a row without one it is not to be read.
-
-    See ``BlockPairs.of_positives``.
-    """
-    if of_positives is None:
-        return None
-    x = head(sides[0].positive)
-    found = sides[0].entries(x, None)
-    if len(sides) == 2:
-        found = found + sides[1].entries(x, None if isinstance(of_positives, slice) else (of_positives,))
-    return found.to(state)
-
-
-def _matched_entries(tile: Tile, sides: list[_SideShare]) -> torch.Tensor:
-    """G at every pair of the tile as if it were positive, where rows may be certain of theirs; (tr, tc)."""
-    x = tile.x.double()
-    found = sides[0].entries(x, (tile.rows, None))
-    if len(sides) == 2:
-        found = found + sides[1].entries(x, (tile.columns,))
-    return found.to(tile.x.dtype)
+def _entries(sides: list[_SideShare], x: torch.Tensor, *places: Any) -> torch.Tensor:
+    """G at pairs of base-2 logits x as if each were positive, float64; ``places``: where they are on each side."""
+    first, *second = [side.entries(x, at) for side, at in zip(sides, places, strict=False)]
+    return first + second[0] if second else first
 
 
 class _Shared(NamedTuple):

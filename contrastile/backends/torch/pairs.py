@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -75,37 +74,34 @@ class _Pointers:
         into.copy_(found if self._inside is None else torch.where(self._inside.squeeze(1), found, into))
 
 
-class _Guide:
-    """The dot products of a guide's features, (m, e) and (n, e): see ``contract.Pairs``."""
+def _dots(rows: torch.Tensor, columns: torch.Tensor) -> Callable[[slice, slice], torch.Tensor]:
+    """The dot products of a guide's features, (m, e) and (n, e), in any tile, in memory of their own."""
+    products = Products(Block(rows, columns, rows.new_ones(())), unit=1.0)
 
-    def __init__(self, rows: torch.Tensor, columns: torch.Tensor) -> None:
-        self._rows, self._columns = rows, columns
-        self._products = Products(Block(rows, columns, rows.new_ones(())), unit=1.0)
+    def of_tile(here: slice, there: slice) -> torch.Tensor:
+        q, k = map(products.operand, (cut(rows, here), cut(columns, there)))
+        out = q.new_empty((q.shape[0], k.shape[0]), dtype=products.state)
+        return products.logits(q, k, out, diagonal=False)
 
-    def dots(self, rows: slice, columns: slice) -> torch.Tensor:
-        """Those of a tile, (tr, tc), in memory of their own."""
-        q, k = map(self._products.operand, (cut(self._rows, rows), cut(self._columns, columns)))
-        out = q.new_empty((q.shape[0], k.shape[0]), dtype=self._products.state)
-        return self._products.logits(q, k, out, diagonal=False)
+    return of_tile
 
 
 class BlockPairs:
     """The pairs of a block: what of them its tiles have in common."""
 
     def __init__(self, block: Block, sync: bool) -> None:
-        self._block, self._sync = block, sync
-        self.positives, self._excluded = block.pairs.positives, block.pairs.excluded
-        if self.positives is not None and self._excluded is not None:
+        self.block, self.sync = block, sync
+        self.positives, self.excluded = block.pairs.positives, block.pairs.excluded
+        if self.positives is not None and self.excluded is not None:
             # an excluded pair is no positive, whatever else is said of it
-            self.positives = self.positives.masked_fill(self.positives == self._excluded, -1)
-        self._own = self._is_own(self.positives)
-        self._excludes_own = self._is_own(self._excluded)
+            self.positives = self.positives.masked_fill(self.positives == self.excluded, -1)
+        self.own, self.excludes_own = map(self._is_own, (self.positives, self.excluded))
         rows, columns = block.pairs.row_guide, block.pairs.column_guide
-        self._guide = None if rows is None or columns is None else _Guide(rows, columns)
+        self.guide = None if rows is None or columns is None else _dots(rows, columns)
 
     def _is_own(self, columns: torch.Tensor | None) -> bool:
         """Whether row i's column is i, as in most losses: then nothing needs an index."""
-        if not self._sync or columns is None:
+        if not self.sync or columns is None:
             return False
         return torch.equal(columns, torch.arange(len(columns), device=columns.device))
 
@@ -114,29 +110,18 @@ class BlockPairs:
 
         None where no row has one; a slice, of all, where row i has column i and there are no others.
         """
-        m, n = self._block.rows.shape[0], self._block.columns.shape[0]
+        m, n = self.block.rows.shape[0], self.block.columns.shape[0]
         if self.positives is None or n == 0:
             return None
-        return slice(0, n) if self._own and m == n else self.positives.clamp(0, n - 1)
+        return slice(0, n) if self.own and m == n else self.positives.clamp(0, n - 1)
 
-    def tile(self, rows: slice, columns: slice) -> TilePairs:
-        """Those of a tile."""
-        return TilePairs(
-            self._block,
-            rows,
-            columns,
-            self._located(self.positives, self._own, rows, columns),
-            self._located(self._excluded, self._excludes_own, rows, columns),
-            self._sync,
-            None if self._guide is None else partial(self._guide.dots, rows, columns),
-        )
-
-    def _located(
+    def located(
         self, column: torch.Tensor | None, own: bool, rows: slice, columns: slice
     ) -> _Diagonal | _Pointers | None:
+        """Where a tile has the pairs of each row with its column."""
         if column is None:
             return None
-        return _Diagonal(rows, columns) if own else _Pointers(cut(column, rows), columns, self._sync)
+        return _Diagonal(rows, columns) if own else _Pointers(cut(column, rows), columns, self.sync)
 
 
 def _lies_in(column: torch.Tensor, columns: slice) -> bool:
@@ -155,21 +140,14 @@ class TilePairs:
     """Which pairs of a tile count. Equal ids are never read where an index already decides the pair.
 
     Attributes:
-        matched: the positive pairs that equal ids name, (tr, tc) bool; None where the tile has none.
+        positive: the positive pairs that an index names.
+        matched: those that equal ids name, (tr, tc) bool; None where the tile has none.
     """
 
-    def __init__(
-        self,
-        block: Block,
-        rows: slice,
-        columns: slice,
-        positive: _Diagonal | _Pointers | None,
-        excluded: _Diagonal | _Pointers | None,
-        sync: bool,
-        guide: Callable[[], torch.Tensor] | None,
-    ) -> None:
-        self._guide = guide
-        self._positive, self._excluded, pairs = positive, excluded, block.pairs
+    def __init__(self, of: BlockPairs, rows: slice, columns: slice) -> None:
+        self._of, self._place, pairs = of, (rows, columns), of.block.pairs
+        self.positive = of.located(of.positives, of.own, rows, columns)
+        self._excluded = of.located(of.excluded, of.excludes_own, rows, columns)
         self._row_limits = None if pairs.row_limits is None else cut(pairs.row_limits, rows)[:, None]
         self._column_limits = None if pairs.column_limits is None else cut(pairs.column_limits, columns)
         self._dropped: torch.Tensor | None = None
@@ -177,13 +155,13 @@ class TilePairs:
         if pairs.row_ids is None or pairs.column_ids is None:
             return
         mine, theirs = cut(pairs.row_ids, rows), cut(pairs.column_ids, columns)
-        if not sync or _overlap(mine, theirs):
+        if not of.sync or _overlap(mine, theirs):
             equal = mine[:, None] == theirs
-            for decided in (positive, excluded):
+            for decided in (self.positive, self._excluded):
                 if decided is not None:
                     decided.write(equal, False)
             # most tiles hold no equal ids; of bytes the maximum is found many times as fast as of truth values
-            if not sync or bool(equal.view(torch.uint8).max()):
+            if not of.sync or bool(equal.view(torch.uint8).max()):
                 self._dropped = equal if pairs.match == "drop" else None
                 self.matched = equal if pairs.match == "target" else None
 
@@ -199,7 +177,7 @@ class TilePairs:
 
         None where there are no limits. x: (tr, tc), base-2 logits.
         """
-        x, unit = (x, LOG2_E) if self._guide is None else (self._guide(), 1.0)
+        x, unit = (x, LOG2_E) if self._of.guide is None else (self._of.guide(*self._place), 1.0)
         rows, columns = (None if y is None else x > y * unit for y in (self._row_limits, self._column_limits))
         if self.matched is not None:
             rows, columns = (None if y is None else y.logical_and_(~self.matched) for y in (rows, columns))
@@ -207,28 +185,18 @@ class TilePairs:
 
     def hide_positives(self, x: torch.Tensor, value: float) -> None:
         """Write ``value`` over every positive pair. x: (tr, tc)."""
-        if self._positive is not None:
-            self._positive.write(x, value)
+        if self.positive is not None:
+            self.positive.write(x, value)
         if self.matched is not None:
             x.masked_fill_(self.matched, value)
 
-    def note_named(self, x: torch.Tensor, logits: torch.Tensor) -> None:
-        """Write to each row whose positive an index names in this tile that pair's element of x. logits: (tr,)."""
-        if self._positive is not None:
-            self._positive.note(x, logits)
-
     def negate_positives(self, x: torch.Tensor, spare: torch.Tensor) -> None:
         """Change the sign of every positive pair. x: (tr, tc)."""
-        if self._positive is not None:
-            self._positive.negate(x)
+        if self.positive is not None:
+            self.positive.negate(x)
         if self.matched is not None:
             torch.neg(x, out=spare)
             torch.where(self.matched, spare, x, out=x)
-
-    def set_named(self, g: torch.Tensor, value: torch.Tensor) -> None:
-        """Write each row's value at the pair that an index names. g: (tr, tc); value: (tr,)."""
-        if self._positive is not None:
-            self._positive.write(g, value)
 
     def subtract_matched(
         self, g: torch.Tensor, row_term: torch.Tensor, column_term: torch.Tensor | None, spare: torch.Tensor

@@ -71,7 +71,7 @@ def farthest(reference: float) -> float:
     return (16.0 + 2.0 * reference) / 3.0 if reference > 16.0 else math.inf
 
 
-class SideSums:
+class SideSums(dict[str, torch.Tensor]):
     """Sums over the rows, or the columns, in float64: they are O(m + n), so the accuracy is free. Of ``lse`` in base 2.
 
     Of float64 features log-sum-exps become pairs: see ``contract.SideStatistics``.
@@ -91,26 +91,20 @@ class SideSums:
     def __init__(self, size: int, dim: int, block: Block, identity: float) -> None:
         self.dim, self.counts = dim, block.pairs.match == "target"
         self._size, self._identity, self._like = size, identity, block.rows
-        self._vectors: dict[str, torch.Tensor] = {}
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        found = self._vectors.get(name)
-        if found is None:
-            value = self._identity if name in ("negative", "positive") else 0.0
-            found = self._like.new_full((self._size,), value, dtype=torch.float64)
-            if value == -math.inf and self._like.dtype == torch.float64:
-                found = paired(found)
-            self._vectors[name] = found
+    def __missing__(self, name: str) -> torch.Tensor:
+        value = self._identity if name in ("negative", "positive") else 0.0
+        found: torch.Tensor = self._like.new_full((self._size,), value, dtype=torch.float64)
+        if value == -math.inf and self._like.dtype == torch.float64:
+            found = paired(found)
+        self[name] = found
         return found
-
-    def __setitem__(self, name: str, vector: torch.Tensor) -> None:
-        self._vectors[name] = vector
 
     def add(self, name: str, tile: Tile, x: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         """Add a tile's sums to one of the vectors. x: (tr, tc), summed in ``dtype``, or in its own."""
         part, where = x.sum(self.dim, dtype=dtype), self.of(tile)
-        if name not in self._vectors and where.stop - where.start == self._size:
-            self._vectors[name] = part.double()
+        if name not in self and where.stop - where.start == self._size:
+            self[name] = part.double()
         else:
             cut(self[name], where).add_(part)
 
@@ -157,7 +151,8 @@ class _Found:
 
     def take_named(self, tile: Tile) -> None:
         """Note the tile's logits of named positives; the tile must not have been silenced or shifted yet."""
-        tile.pairs.note_named(tile.x, cut(self.logits, tile.rows))
+        if tile.pairs.positive is not None:
+            tile.pairs.positive.note(tile.x, cut(self.logits, tile.rows))
 
     def take_matched(self, tile: Tile, among: _Among, dtype: torch.dtype | None) -> None:
         """Add up the tile's logits of positives that ids name, in ``dtype``; the tile must not have been shifted yet.

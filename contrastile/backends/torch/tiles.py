@@ -77,7 +77,7 @@ def tiles(
                 products.logits(q, k, here, diagonal=rows == columns)
             if kept is not None:
                 start += here.numel()
-            yield Tile(rows, columns, rows.stop == m, q, k, here, beside, pairs.tile(rows, columns))
+            yield Tile(rows, columns, rows.stop == m, q, k, here, beside, TilePairs(pairs, rows, columns))
 
 
 def tile_shape(m: int, n: int, options: Options, cpu: bool) -> tuple[int, int]:
