@@ -16,6 +16,7 @@ import numpy as np
 from contrastile.backends.contract import Options, UnsupportedProblemError
 from contrastile.oracle.arrays import BoolArray, FloatArray, IntArray, float64
 from contrastile.oracle.general import logits
+from contrastile.oracle.named import within
 from contrastile.reporting import one_line
 from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
@@ -23,7 +24,7 @@ from contrastile.verify.comparison import Comparisons, Worst, compare, wrong
 from contrastile.verify.draws import Draw, Pairs, signs, targeted, with_guide, with_limits
 from contrastile.verify.plain import as_it_is, compare_with_plain
 from contrastile.verify.rounding import round_to
-from contrastile.verify.truth import masks, similarities, truth, within
+from contrastile.verify.truth import masks, similarities, truth
 
 if TYPE_CHECKING:
     from contrastile.verify.trial import Subject
