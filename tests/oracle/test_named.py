@@ -9,6 +9,7 @@ from balls import Ball, agrees, general, sigmoid
 from oracle_problems import Problem, on_grid
 from torch.nn.functional import cross_entropy, logsigmoid
 
+from contrastile.oracle.late import maxsim
 from contrastile.oracle.named import Options, clip, distillation, info_nce, nt_xent, siglip, sup_con
 from contrastile.oracle.pairs import Pairs
 
@@ -134,6 +135,13 @@ def test_an_empty_batch_is_a_loss_of_zero() -> None:
         assert found.loss == 0.0
         assert found.d_rows.shape == (0, D)
         assert not found.d_columns.any()
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_document_without_tokens_makes_maxsim_nan(symmetric: bool) -> None:
+    counted = np.arange(3)[:, None] != np.ones((1, 2))
+    texts = np.ones((3, 1, 2)), np.ones((3, 2, 2))
+    assert np.isnan(maxsim(*texts, 2.0, document_mask=counted, symmetric=symmetric).loss)
 
 
 def test_one_pair_is_certain() -> None:
