@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -64,7 +65,8 @@ def _found(content: bytes) -> tuple[Problem, Truth]:
         problem = stated(objective, Arguments((S, np.eye(len(document))), given.scale))
         inner = truth(problem)
         late = Late(products, nearest, inner.G)
-        found = maxsim(query, document, given.scale, **given.keywords, **given.options)
+        asked: dict[str, Any] = {**given.keywords, **given.options}
+        found = maxsim(query, document, given.scale, **asked)
         q, k, rows, columns = (x.reshape(-1, x.shape[-1]) for x in (query, document, found.d_rows, found.d_columns))
         G = late.of_tokens(inner.G)
         outcome = replace(inner.outcome, rows=rows, columns=(columns,), loss=float64(found.loss), scale=found.d_scale)
