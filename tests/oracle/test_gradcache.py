@@ -47,10 +47,11 @@ def by_autograd(forward, u, *arrays):
 @given(problems(encoders=(TANH, LINEAR, DROPOUT, BATCH_NORM)))
 def test_the_towers_and_the_distance_have_autograd_s_products(problem):
     f, g, *_ = problem
-    u = np.random.default_rng(0).standard_normal((len(f.inputs), f.parameters.shape[1]))
+    draw, d = np.random.default_rng(0), f.parameters.shape[1]
+    u = draw.standard_normal((len(f.inputs), d))
     (found,) = by_autograd(lambda Theta: f.encoder.forward(Theta, torch.tensor(f.inputs), 5), u, f.parameters)
     assert agrees(found, f.encoder.vjp(Ball(f.parameters), Ball(f.inputs), 5, Ball(u)))
-    arrays = u.T @ u, u, np.random.default_rng(1).standard_normal((len(g.inputs), u.shape[1]))
+    arrays = draw.standard_normal((d, d)), u, draw.standard_normal((len(g.inputs), d))
     w = arrays[1] @ arrays[2].T
     for found, ball in zip(
         by_autograd(BILINEAR.forward, w, *arrays), BILINEAR.vjp(*map(Ball, (*arrays, w))), strict=True
