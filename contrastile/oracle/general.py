@@ -109,7 +109,7 @@ class Direction:
     @_quantity
     def positive_sum(self) -> FloatArray:
         """S, (m,), the sum of the positives' logits."""
-        return expected_logit(self.x, float64(self.positive))
+        return float64(np.where(self.positive, self.x, 0.0).sum(axis=1))
 
     @_quantity
     def spread(self) -> FloatArray:
@@ -128,11 +128,9 @@ class Direction:
 
     @_quantity
     def nll(self) -> FloatArray:
-        """L - sum_j y_ij x_ij = log1p(exp(N - P)) + (P - sum_j y_ij x_ij), (m,), and L where the target is 0."""
+        """L - sum_j y_ij x_ij = log1p(exp(N - P)) + D, (m,), and L where the target is 0."""
         excess = softplus(self.negative_lse - self.positive_lse)
-        terms = excess + (self.positive_lse - expected_logit(self.x, self.y))
-        if self.inside:
-            terms = excess - np.log(self.target)
+        terms = excess - np.log(self.target) if self.inside else excess + self.spread
         if self.smoothing:
             terms = terms + self.smoothing * ((self.y - 1 / self.x.shape[1]) * self.x).sum(axis=1)
         return np.where(self.target == 0, self.lse, terms)
@@ -196,14 +194,6 @@ def gradients(q: npt.ArrayLike, k: npt.ArrayLike, scale: npt.ArrayLike, G: Float
         d_scale=d_scale if np.ndim(scale) else float64(d_scale.sum()),
         d_bias=float(G.sum()),
     )
-
-
-def expected_logit(x: FloatArray, y: FloatArray) -> FloatArray:
-    """sum_j y_ij x_ij; a target of weight 0 contributes 0, whatever its logit.
-
-    x, y: (m, n). Returns (m,).
-    """
-    return float64(np.where(y == 0, 0.0, y * x).sum(axis=1))
 
 
 def weighted_sum(w: FloatArray, terms: FloatArray) -> float:

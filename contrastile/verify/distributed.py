@@ -88,18 +88,14 @@ def _in_turn(trial: Trial) -> str:
     return [*EXCHANGES][crc32(trial.case.encode()) % len(EXCHANGES)]
 
 
-def _once(trial: Trial, exchange: str, label: str, **how: Any) -> Comparisons:
-    """Over an exchange, and computed in another way, a small case's first cut gives what is right."""
-    trial.only_small()
-    place, cut = next(cuts(trial))
-    parts = outcomes(trial.subject, cut, exchange, **how)
-    yield f"{exchange}, {place}, {label}", _compared(trial, cut, parts, exchange, **how)
-
-
 def reduction(trial: Trial) -> Comparisons:
-    """A sum of the parameters' gradients over the ranks is the oracle's too, with a gradient from above."""
+    """A sum of the parameters' gradients over the ranks is the oracle's too, times a gradient and in small tiles."""
+    trial.only_small()
+    (place, cut), exchange = next(cuts(trial)), _in_turn(trial)
     # below 1: times the number of ranks, gradients of float16 may overflow
-    return _once(trial, _in_turn(trial), "sum, upstream -0.5", reduction="sum", upstream=-0.5)
+    how: dict[str, Any] = {"reduction": "sum", "upstream": -0.5, "options": Options(tile=(5, 7))}
+    parts = outcomes(trial.subject, cut, exchange, **how)
+    yield f"{exchange}, {place}, sum", _compared(trial, cut, parts, exchange, **how)
 
 
 def delivery(trial: Trial) -> Comparisons:
@@ -111,11 +107,6 @@ def delivery(trial: Trial) -> Comparisons:
     for late in (False, True) if world.can_be_late else (False,):
         again = outcomes(trial.subject, cut, exchange, late=late)
         yield from _same(f"{exchange}, {label}, {'late' if late else 'second run'}", again, expected)
-
-
-def tiles(trial: Trial) -> Comparisons:
-    """Small tiles give the same loss and gradients on every rank."""
-    return _once(trial, "ring", "tile 5 x 7", options=Options(tile=(5, 7)))
 
 
 def sharded(subject: Subject, case: str) -> Comparisons:
@@ -156,7 +147,7 @@ DISTRIBUTED = {
             )
             for exchange, how in EXCHANGES.items()
         ),
-        *(Property(check.__name__, check) for check in (themselves, reduction, delivery, tiles)),
+        *(Property(check.__name__, check) for check in (themselves, reduction, delivery)),
         *public.OVER_RANKS,
         Property("skipped-backward", mistakes.skipped_backward, mistakes.CASE),
         Property("mismatched-calls", mistakes.mismatched_calls, mistakes.CASE),

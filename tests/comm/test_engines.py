@@ -70,10 +70,10 @@ def test_four_processes_hold_every_property(engine: str, tmp_path: Path) -> None
     # a group that has raised carries nothing more; of these cases one is of rows against themselves, and not small
     skipped = {(row["property"], row["case"]) for row in read["rows"] if row["status"] == "skip"}
     others = {("themselves", case) for case in ("ragged", "blocks", "sigmoid-ids")}
-    others |= {(name, "views") for name in ("reduction", "delivery", "tiles")}
+    others |= {(name, "views") for name in ("reduction", "delivery")}
     assert skipped == {("skipped-backward", "mistakes"), *others}
     assert all(row["status"] in ("pass", "skip") for row in read["rows"])
-    assert sum(row["status"] == "pass" for row in read["rows"]) == 30 * len(BACKENDS[engine])
+    assert sum(row["status"] == "pass" for row in read["rows"]) == 27 * len(BACKENDS[engine])
 
 
 @pytest.mark.slow
