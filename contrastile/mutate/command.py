@@ -76,8 +76,8 @@ def _run(args: argparse.Namespace) -> int:
             run.all()
         except KeyboardInterrupt:
             complete = False
-    if complete and all(result["status"] == "not run" for result in run.results):
-        raise CannotRunError(f"nothing ran: {run.results[0]['reason'] if run.results else 'no mutant is selected'}")
+    if complete and all(result.status == "not run" for result in run.results):
+        raise CannotRunError(f"nothing ran: {run.results[0].reason if run.results else 'no mutant is selected'}")
     if args.json is not None:
         write_json(args.json, report.as_json(run.results, complete=complete))
     report.show(run.results, quiet=args.quiet or not complete, complete=complete)

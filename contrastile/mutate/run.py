@@ -13,11 +13,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from contrastile.backends import registry as backends
 from contrastile.mutate.registry import EXCHANGE, FACE, PACKAGE, Mutant, PatchError
@@ -40,7 +40,8 @@ INTERPRETED = {
 _MISFIT = re.compile(r"raised (Name|Attribute|Type|Import|ModuleNotFound|Syntax|Indentation|Compilation)Error")
 
 
-class Result(TypedDict):
+@dataclass(slots=True)
+class Result:
     """The result of a mutant.
 
     ``problems`` and ``seconds`` are the problems computed and the time spent until the verdict; ``case``, ``property``
@@ -51,12 +52,12 @@ class Result(TypedDict):
     about: str
     backend: str
     status: Status
-    case: str
-    property: str
-    dtype: str
-    reason: str
-    problems: int
-    seconds: float
+    case: str = ""
+    property: str = ""
+    dtype: str = ""
+    reason: str = ""
+    problems: int = 0
+    seconds: float = 0.0
 
 
 def missing(mutant: Mutant, device: str) -> str | None:
@@ -121,7 +122,7 @@ class MutationRun:
             try:
                 for found in pool.map(self._one, self.mutants):
                     self.results.append(found)
-                    self.progress(len(self.results), len(self.mutants), found["name"])
+                    self.progress(len(self.results), len(self.mutants), found.name)
             finally:
                 self._stopped = True
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -135,17 +136,17 @@ class MutationRun:
             return _result(mutant, "not run", reason=reason)
         start = time.monotonic()
         found = self._verified(mutant)
-        found["seconds"] = round(time.monotonic() - start, 2)
+        found.seconds = round(time.monotonic() - start, 2)
         # a run that computed nothing is no evidence
-        if mutant.equivalent is not None and found["status"] == "missed" and found["problems"]:
-            return {**found, "status": "equivalent", "reason": mutant.equivalent}
-        if mutant.equivalent is not None and found["status"] == "caught":
-            return {**found, "status": "broken", "reason": f"declared equivalent, but caught: {found['reason']}"}
+        if mutant.equivalent is not None and found.status == "missed" and found.problems:
+            return replace(found, status="equivalent", reason=mutant.equivalent)
+        if mutant.equivalent is not None and found.status == "caught":
+            return replace(found, status="broken", reason=f"declared equivalent, but caught: {found.reason}")
         # a failure of the whole backend, or of the verdict, has no case to rerun
-        if found["status"] == "caught" and found["case"] not in ("", "all"):
+        if found.status == "caught" and found.case not in ("", "all"):
             reason = self._control(mutant, found)
             if reason is not None:
-                return {**found, "status": "broken", "reason": f"the correct code fails there, too: {reason}"}
+                return replace(found, status="broken", reason=f"the correct code fails there, too: {reason}")
         return found
 
     def _verified(self, mutant: Mutant) -> Result:
@@ -157,7 +158,7 @@ class MutationRun:
             *first, everything = arguments(mutant, self.device)
             for words in first:
                 found = verdict(mutant, self._verify(mutant, Path(folder), ["--fail-fast", *words]))
-                if found["status"] == "caught":
+                if found.status == "caught":
                     return found
             return verdict(mutant, self._verify(mutant, Path(folder), ["--fail-fast", *everything]))
 
@@ -198,15 +199,15 @@ class MutationRun:
 
     def _control(self, mutant: Mutant, caught: Result) -> str | None:
         """Why the correct code fails the check that caught a mutant, or None."""
-        check = case, name, dtype = _check(caught)
-        dtype, _, precision = dtype.partition("/")
-        words = *world(mutant), "--device", place(mutant, self.device), "--case", case, "--property", name
-        words += "--dtype", dtype, *(("--precision", precision or "ieee") if dtype == "float32" else ())
+        dtype, _, precision = caught.dtype.partition("/")
+        words = [*world(mutant), "--device", place(mutant, self.device), "--dtype", dtype]
+        words += ["--case", caught.case, "--property", caught.property]
+        words += ["--precision", precision or "ieee"] if dtype == "float32" else []
         done = self._controls.get((mutant.backend, *words))
         if done is None:
             with TemporaryDirectory() as folder:
                 done = self._controls[mutant.backend, *words] = self._verify(mutant, Path(folder), words)
-        failed = (str(row["reason"]) for row in done.rows if row["status"] == "fail" and _check(row) == check)
+        failed = (str(row["reason"]) for row in done.rows if row["status"] == "fail")
         # a run that did not finish clears no check
         return next(failed, None if done.code == 0 else done.last_line)
 
@@ -218,10 +219,6 @@ class Done:
     code: int | None
     rows: list[dict[str, Any]]
     last_line: str
-
-
-def _check(row: Any) -> tuple[str, str, str]:
-    return row["case"], row["property"], row["dtype"]
 
 
 def plant(mutant: Mutant, folder: Path, package: Path = PACKAGE) -> None:
@@ -245,8 +242,8 @@ def verdict(mutant: Mutant, done: Done) -> Result:
     first = next((row for row in done.rows if row["status"] == "fail"), None)
     if first is not None:
         status: Status = "broken" if _MISFIT.search(first["reason"]) else "caught"
-        found = _result(mutant, status, reason=first["reason"], problems=problems)
-        return {**found, **{key: first[key] for key in ("case", "property", "dtype")}}  # type: ignore[typeddict-item]
+        where = {key: first[key] for key in ("case", "property", "dtype", "reason")}
+        return _result(mutant, status, **where, problems=problems)
     if done.rows and done.code and problems:
         return _result(mutant, "caught", reason=done.last_line, problems=problems)
     if done.code is None:
@@ -259,19 +256,8 @@ def verdict(mutant: Mutant, done: Done) -> Result:
     return _result(mutant, "missed", reason=reason, problems=problems)
 
 
-def _result(mutant: Mutant, status: Status, *, reason: str, problems: int = 0) -> Result:
-    return Result(
-        name=mutant.name,
-        about=mutant.about,
-        backend=mutant.backend,
-        status=status,
-        case="",
-        property="",
-        dtype="",
-        reason=reason,
-        problems=problems,
-        seconds=0.0,
-    )
+def _result(mutant: Mutant, status: Status, **more: Any) -> Result:
+    return Result(mutant.name, mutant.about, mutant.backend, status, **more)
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

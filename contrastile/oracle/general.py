@@ -2,11 +2,12 @@
 
     L_i  = log sum_{j in A(i)} exp x_ij          M_j = log sum_{i in A(j)} exp x_ij
     loss = sum_i u_i (L_i - sum_j y_ij x_ij) + sum_j v_j (M_j - sum_i y'_ij x_ij)
+    G_ij = [ij in A] (u_i exp(x_ij - L_i) + v_j exp(x_ij - M_j)) - u_i y_ij - v_j y'_ij
 
-The targets stay out of the sum over the other pairs. With N the log-sum-exp of pairs without a target, P that of pairs
-with one, and the excess e = L - P = log1p(exp(N - P)), a row that is certain of its positive has a loss of e and a
-gradient of expm1(-e) = -sigma(N - P) there: float64 holds both to full relative accuracy, however small, whereas
-L - x and exp(x - L) - 1 cancel.
+The targets stay out of the sum over the other pairs: y_ij is t_i at the positives of row i, and 0 elsewhere. With N the
+log-sum-exp of the negatives, P that of the positives, and the excess e = L - P = log1p(exp(N - P)), a row that is
+certain of its positive has a loss of e and a gradient of expm1(-e) = -sigma(N - P) there: float64 holds both to full
+relative accuracy, however small, whereas L - x and exp(x - L) - 1 cancel.
 
 A weight of exactly 0 removes its term, whatever the term's value: a row that admits nothing has L_i = -inf,
 and 0 * -inf would otherwise turn the whole loss into NaN.
@@ -14,7 +15,10 @@ and 0 * -inf would otherwise turn the whole loss into NaN.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -64,81 +68,115 @@ def merge(a: npt.ArrayLike, b: npt.ArrayLike) -> FloatArray:
     return float64(np.where(np.isfinite(high), high + np.log1p(np.exp(low - high)), high))
 
 
+def _quantity(formula: Callable[[Any], FloatArray]) -> cached_property[FloatArray]:
+    return cached_property(np.errstate(all="ignore")(formula))
+
+
+@dataclass(frozen=True)
+class Direction:
+    """One direction of the loss, seen from its own side: rows to columns, or of the transposes columns to rows.
+
+    x: (m, n) logits; admitted, positive: (m, n) bool; weight: (m,) u or v; target: (m,) t.
+    inside: whether the sum over the positives is inside of the logarithm: the term is then L - P - log t.
+    smoothing: e, the share of the weight that goes from the positives to all columns, of which all are admitted.
+    bars: (3, m) derivatives by N, P and D of a loss that is known by these alone; None where the weights say it.
+    """
+
+    x: FloatArray
+    admitted: BoolArray
+    positive: BoolArray
+    weight: FloatArray
+    target: FloatArray
+    inside: bool = False
+    smoothing: float = 0.0
+    bars: FloatArray | None = None
+
+    @_quantity
+    def negative_lse(self) -> FloatArray:
+        """N, (m,); -inf where there is no negative."""
+        return row_lse(self.x, self.admitted & ~self.positive)
+
+    @_quantity
+    def positive_lse(self) -> FloatArray:
+        """P, (m,); -inf where there is no positive. The LSE of one pair is its logit exactly."""
+        return row_lse(self.x, self.admitted & self.positive)
+
+    @property
+    def lse(self) -> FloatArray:
+        """L, (m,)."""
+        return merge(self.negative_lse, self.positive_lse)
+
+    @_quantity
+    def positive_sum(self) -> FloatArray:
+        """S, (m,), the sum of the positives' logits."""
+        return float64(np.where(self.positive, self.x, 0.0).sum(axis=1))
+
+    @_quantity
+    def spread(self) -> FloatArray:
+        """D = P - t S, (m,); 0 where there is no positive."""
+        return np.where(self.positive.any(axis=1), self.positive_lse - self.target * self.positive_sum, 0.0)
+
+    @_quantity
+    def y(self) -> FloatArray:
+        """The targets without smoothing, (m, n)."""
+        return np.where(self.positive, self.target[:, None], 0.0)
+
+    @property
+    def smoothed(self) -> FloatArray:
+        """E w, (m,)."""
+        return self.smoothing * self.weight
+
+    @_quantity
+    def nll(self) -> FloatArray:
+        """L - sum_j y_ij x_ij = log1p(exp(N - P)) + D, (m,), and L where the target is 0."""
+        excess = softplus(self.negative_lse - self.positive_lse)
+        terms = excess - np.log(self.target) if self.inside else excess + self.spread
+        if self.smoothing:
+            terms = terms + self.smoothing * ((self.y - 1 / self.x.shape[1]) * self.x).sum(axis=1)
+        return np.where(self.target == 0, self.lse, terms)
+
+    @_quantity
+    def p(self) -> FloatArray:
+        """exp(x - L) on admitted pairs and 0 elsewhere, (m, n)."""
+        return np.where(self.admitted, np.exp(self.x - self.lse[:, None]), 0.0)
+
+    @_quantity
+    def q(self) -> FloatArray:
+        """exp(x - P) on positive pairs and 0 elsewhere, (m, n)."""
+        return np.where(self.positive, np.exp(self.x - self.positive_lse[:, None]), 0.0)
+
+    @_quantity
+    def negative_mass(self) -> FloatArray:
+        """sigma(N - P), (m,), the probability of all negatives; 1 where there is no positive."""
+        return np.where(self.positive.any(axis=1), sigma(self.negative_lse - self.positive_lse), 1.0)
+
+    @np.errstate(all="ignore")
+    def gradient(self, upstream: float | FloatArray = 1.0) -> FloatArray:
+        """The direction's part of G, (m, n): w p of a negative, and w ((q - y) - q sigma(N - P)) of a positive.
+
+        It cancels nowhere, and is 0 where w is 0. With bars it is Nbar exp(x - N), and Pbar q + Dbar (q - y).
+        """
+        if self.bars is not None:
+            by_n, by_p, by_d = self.bars[:, :, None]
+            negative = np.where(by_n == 0, 0.0, by_n * np.exp(self.x - self.negative_lse[:, None]))
+            at_positive = by_p * self.q + by_d * (self.q - self.y)
+            return np.where(self.positive, at_positive, np.where(self.admitted, negative, 0.0))
+        beside = 0.0 if self.inside else self.q - self.y
+        G = np.where(self.positive, beside - self.q * self.negative_mass[:, None], self.p)
+        w, moved = ((upstream * each)[:, None] for each in (self.weight, self.smoothed))
+        return np.where(self.admitted & (w != 0), w * G + moved * (self.y - 1 / max(G.shape[1], 1)), 0.0)
+
+
 @np.errstate(all="ignore")
-def loss(
-    x: FloatArray,
-    A: BoolArray,
-    u: FloatArray,
-    v: FloatArray | None,
-    y: FloatArray,
-    y_c: FloatArray | None,
-    A_c: BoolArray | None = None,
-) -> float:
-    """The loss: sum_i u_i (L_i - sum_j y_ij x_ij) + sum_j v_j (M_j - sum_i y'_ij x_ij).
-
-    x, A, y, y_c: (m, n); u: (m,); v: (n,). v and y_c are None together: no column direction.
-    A_c: (m, n), what the columns admit where that is not A.
-    """
-    total = weighted_sum(u, negative_log_likelihood(x, *split_lse(x, A, y, axis=1), y, axis=1))
-    if v is not None and y_c is not None:
-        seen = A if A_c is None else A_c
-        total += weighted_sum(v, negative_log_likelihood(x, *split_lse(x, seen, y_c, axis=0), y_c, axis=0))
-    return total
+def loss(sides: Sequence[Direction]) -> float:
+    """The loss: sum_i u_i (L_i - sum_j y_ij x_ij) + sum_j v_j (M_j - sum_i y'_ij x_ij), of one direction or of both."""
+    return sum(weighted_sum(side.weight, side.nll) for side in sides)
 
 
-@np.errstate(all="ignore")
-def gradient_of_logits(
-    x: FloatArray,
-    A: BoolArray,
-    u: FloatArray,
-    v: FloatArray | None,
-    y: FloatArray,
-    y_c: FloatArray | None,
-    A_c: BoolArray | None = None,
-) -> FloatArray:
-    """G_ij = [ij in A] (u_i exp(x_ij - L_i) + v_j exp(x_ij - M_j)) - u_i y_ij - v_j y'_ij.
-
-    The arguments are those of `loss`. Returns (m, n).
-    """
-    G = one_direction(x, A, u, *split_lse(x, A, y, axis=1), y, axis=1)
-    if v is not None and y_c is not None:
-        seen = A if A_c is None else A_c
-        G = G + one_direction(x, seen, v, *split_lse(x, seen, y_c, axis=0), y_c, axis=0)
-    return G
-
-
-def split_lse(x: FloatArray, A: BoolArray, y: FloatArray, axis: int) -> tuple[FloatArray, FloatArray]:
-    """N and P: the log-sum-exps of admitted pairs without a target and of those with one; -inf where there is none.
-
-    x, A, y: (m, n). Returns (m,) twice for axis 1 and (n,) twice for axis 0. The LSE of one pair is its logit exactly.
-    """
-    wanted = y != 0
-    return lse(np.where(A & ~wanted, x, -np.inf), axis), lse(np.where(A & wanted, x, -np.inf), axis)
-
-
-@np.errstate(all="ignore")
-def negative_log_likelihood(x: FloatArray, N: FloatArray, P: FloatArray, y: FloatArray, axis: int) -> FloatArray:
-    """L - sum_j y_ij x_ij = log1p(exp(N - P)) + (P - sum_j y_ij x_ij), and N where there is no target.
-
-    x, y: (m, n); N, P: (m,) for axis 1, (n,) for axis 0, of the whole problem. Returns the same.
-    """
-    return np.where((y != 0).any(axis), softplus(N - P) + (P - expected_logit(x, y, axis)), N)
-
-
-@np.errstate(all="ignore")
-def one_direction(
-    x: FloatArray, A: BoolArray, weight: FloatArray, N: FloatArray, P: FloatArray, y: FloatArray, axis: int
-) -> FloatArray:
-    """One direction's part of G: w ([ij in A] exp(x_ij - L) - y_ij), and 0 where w is 0.
-
-    With a target it is w ((q - y) - q sigma(N - P)), q = exp(x - P), which cancels nowhere.
-
-    x, A, y: (m, n); weight, N, P: (m,) for axis 1, (n,) for axis 0.
-    """
-    w, N, P = (np.expand_dims(each, axis) for each in (weight, N, P))
-    p = np.where(A, np.exp(x - merge(N, P)), 0.0)
-    q = np.exp(x - P)
-    return np.where(w == 0, 0.0, w * np.where(A & (y != 0), (q - y) - q * sigma(N - P), p))
+def gradient_of_logits(sides: Sequence[Direction], upstream: float | FloatArray = 1.0) -> FloatArray:
+    """G (m, n), times a gradient from above: the rows' part and, if there is one, the columns'."""
+    G, *others = (side.gradient(upstream) for side in sides)
+    return G if not others else G + others[0].T
 
 
 @np.errstate(all="ignore")
@@ -156,14 +194,6 @@ def gradients(q: npt.ArrayLike, k: npt.ArrayLike, scale: npt.ArrayLike, G: Float
         d_scale=d_scale if np.ndim(scale) else float64(d_scale.sum()),
         d_bias=float(G.sum()),
     )
-
-
-def expected_logit(x: FloatArray, y: FloatArray, axis: int) -> FloatArray:
-    """sum_j y_ij x_ij along an axis; a target of weight 0 contributes 0, whatever its logit.
-
-    x, y: (m, n). Returns (m,) for axis 1 and (n,) for axis 0.
-    """
-    return float64(np.where(y == 0, 0.0, y * x).sum(axis=axis))
 
 
 def weighted_sum(w: FloatArray, terms: FloatArray) -> float:

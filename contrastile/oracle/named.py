@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contrastile.oracle.arrays import BoolArray, FloatArray, IntArray, float64
-from contrastile.oracle.general import gradient_of_logits, gradients, logits, loss, lse, weighted_sum
+from contrastile.oracle.general import Direction, gradient_of_logits, gradients, logits, loss, lse, weighted_sum
 from contrastile.oracle.pairs import Match, Pairs, target_weights
 from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigmoid_terms
 
@@ -241,11 +241,13 @@ def distillation(
 
     I, T: (b, d), the student's features; teacher: (b, e) each.
     """
-    x, z = logits(I, T, scale), logits(*teacher, teacher_scale)
-    every, half = np.ones(x.shape, np.bool_), np.full(len(x), 0.5 / max(len(x), 1))
-    y, y_c = np.exp(z - lse(z, axis=1)[:, None]), np.exp(z - lse(z, axis=0))
-    given = x, every, half, half, y, y_c
-    return LossAndGradients(loss(*given), *gradients(I, T, scale, gradient_of_logits(*given)))
+    both, value, G = (logits(I, T, scale), logits(*teacher, teacher_scale)), 0.0, np.zeros(())
+    for axis in (1, 0):
+        log_p, log_y = (x - np.expand_dims(lse(x, axis), axis) for x in both)
+        value -= float((np.exp(log_y) * log_p).sum())
+        G = G + np.exp(log_p) - np.exp(log_y)
+    twice = 2 * max(len(G), 1)
+    return LossAndGradients(value / twice, *gradients(I, T, scale, G / twice))
 
 
 def _shares(weights: npt.ArrayLike | None, P: BoolArray) -> FloatArray:
@@ -263,20 +265,18 @@ def evaluated(form: Form) -> LossAndGradients:
     m, n = len(q), len(k)
     x, P, A = logits(q, k, scale, bias), pairs.positive(m, n), pairs.admitted(m, n)
     if additive:
-        w = np.where(P, target_weights(P), 1.0) if mean else np.ones(P.shape)
+        w = np.where(P, target_weights(P)[:, None], 1.0) if mean else np.ones(P.shape)
         G = u[:, None] * w * gradient_of_sigmoid_logits(x, P, 1.0, A)
         value = weighted_sum(u, (w * sigmoid_terms(x, P, A)).sum(axis=1))
         return LossAndGradients(value, *gradients(q, k, scale, G))
     lowered = np.where(P, options.margin, 0.0)
-    compared = similarities(form, x)
-    A, A_c = (A & (P | ~(compared > limit)) for limit in limits(form))
+    compared, how = similarities(form, x), (options.inside, options.smoothing)
     x = x - np.reshape(scale, (-1, 1)) * lowered
-    y, y_c = targets(x, P, A, options), targets(x.T, P.T, A_c.T, options).T
-    G = gradient_of_logits(x, A, u, v, y, y_c, A_c)
-    value = loss(x, A, u, v, y, y_c, A_c)
-    if options.inside:
-        # L_in is L - P + log |P(i)|, and with y = exp(x - P) this is -sum_j y_ij (log y_ij - log |P(i)|) below L_out
-        value += _entropy(y, P, u, axis=1) + (0.0 if v is None else _entropy(y_c, P, v, axis=0))
+    of_rows, of_columns = limits(form)
+    sides = [Direction(x, within(A, P, compared, of_rows), P, u, target_weights(P), *how)]
+    if v is not None:
+        sides.append(Direction(x.T, within(A, P, compared, of_columns).T, P.T, v, target_weights(P.T), *how))
+    G = gradient_of_logits(sides)
     d = gradients(q, k, scale, G)
     d = d._replace(
         d_scale=d.d_scale - np.reshape((G * lowered).sum(axis=1 if np.ndim(scale) else None), np.shape(scale))
@@ -284,13 +284,23 @@ def evaluated(form: Form) -> LossAndGradients:
     if first is not None:
         dz = d.d_rows + d.d_columns
         d = d._replace(d_rows=dz[:first], d_columns=dz[first:])
-    return LossAndGradients(value, *d)
+    return LossAndGradients(loss(sides), *d)
 
 
 def similarities(form: Form, x: FloatArray) -> FloatArray:
     """What limits are compared with, (m, n): the guide's dot products, or the logits x where there is no guide."""
     guide = form.options.guide
     return x if guide is None else logits(*guide, 1.0)
+
+
+def within(A: BoolArray, P: BoolArray, compared: FloatArray, limit: FloatArray | None) -> BoolArray:
+    """The admitted pairs without the negatives whose logit, or guide's dot product, is beyond a limit.
+
+    A, P, compared: (m, n); limit: (m,) or of a shape that broadcasts to (m, n); None for none.
+    """
+    if limit is None:
+        return A
+    return A & (P | ~(compared > (limit[:, None] if limit.ndim == 1 else limit)))
 
 
 def limits(form: Form) -> tuple[FloatArray, FloatArray]:
@@ -310,21 +320,3 @@ def limits(form: Form) -> tuple[FloatArray, FloatArray]:
         limit = np.reshape(scale, (-1, 1)) * np.where(finite, most, 0.0) + bias
         found.append(np.where(finite, limit, np.inf))
     return found[0], found[1]
-
-
-def targets(x: FloatArray, P: BoolArray, A: BoolArray, options: Options) -> FloatArray:
-    """What the rows' loss is minus the sum of, times log probabilities: constants, of which the gradient knows nothing.
-
-    x: (m, n) logits; P, A: (m, n) bool. Returns (m, n): of L_in the probabilities among the positives alone.
-    """
-    if options.inside:
-        at = np.where(P, x, -np.inf)
-        top = np.where(P.any(axis=1), at.max(axis=1, initial=-np.inf), 0.0)[:, None]
-        return float64(np.exp(at - top) / np.maximum(np.exp(at - top).sum(axis=1, keepdims=True), 1e-300))
-    return float64((1 - options.smoothing) * target_weights(P) + options.smoothing * A / max(x.shape[1], 1))
-
-
-def _entropy(y: FloatArray, P: BoolArray, w: FloatArray, axis: int) -> float:
-    """sum_i w_i sum_j y_ij (log |P(i)| + log y_ij)."""
-    count = np.maximum(P.sum(axis=axis, keepdims=True), 1)
-    return weighted_sum(w, (y * np.log(np.where(y > 0, y * count, 1.0))).sum(axis=axis))

@@ -56,11 +56,12 @@ class Pairs(NamedTuple):
 
 
 def target_weights(P: BoolArray) -> FloatArray:
-    """y_ij = P_ij / |P(i)|: each row sums to 1, or to 0 where it has no positive (SupCon L_out).
+    """t_i = 1 / |P(i)|, the target of each positive of a row, and 0 where it has none (SupCon L_out).
 
-    P: (m, n) bool. Returns (m, n).
+    P: (m, n) bool. Returns (m,).
     """
-    return float64(P / np.maximum(P.sum(axis=1, keepdims=True), 1))
+    count = P.sum(axis=1)
+    return float64(np.where(count == 0, 0.0, 1 / np.maximum(count, 1)))
 
 
 def _pointed_at(m: int, n: int, column: IntArray | None) -> BoolArray:

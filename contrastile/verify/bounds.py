@@ -32,11 +32,12 @@ import numpy as np
 
 from contrastile.backends.contract import Accuracy, Options
 from contrastile.oracle.arrays import BoolArray, FloatArray, float64
+from contrastile.oracle.general import Direction
 from contrastile.oracle.sigmoid import sigma, softplus
 from contrastile.schedules.problem import Problem
 from contrastile.verify.arithmetic import Arithmetic, Lengths, Spread, arithmetic, gamma
 from contrastile.verify.rounding import UNDERFLOW, UNIT
-from contrastile.verify.truth import Direction, Outcome, Truth, column_blocks
+from contrastile.verify.truth import Outcome, Truth, column_blocks
 
 ORACLE = Accuracy(unit=UNIT["float64"], accumulate_unit=UNIT["float64"])
 """The oracle's own arithmetic: dense, one tile, sums in any order."""
@@ -169,8 +170,7 @@ def _beside(t: Truth, found: dict[str, Any], problem: Problem, upstream: Any, a:
         return found | {"scale": found["scale"] + by_scale}
     H = np.zeros(t.x.shape)
     for side, whole in zip(t.sides, (H, H.T), strict=False):
-        target = np.where(side.positive, side.target[:, None], 0.0)
-        whole += upstream * np.abs(side.smoothed)[:, None] * (target + 1 / max(target.shape[1], 1))
+        whole += upstream * np.abs(side.smoothed)[:, None] * (side.y + 1 / max(side.y.shape[1], 1))
     by_scale += gamma(8 * facts.unit) * (H * np.abs(t.products)).sum()
     chain = a.product(a.over_columns.longest, a.over_columns.parts) + a.product(a.over_rows.longest, a.over_rows.parts)
     share = facts.gradient_rounding + chain + gamma(8 * facts.unit)
@@ -350,15 +350,14 @@ def _softmax_gradient_error(
     weight = upstream * np.abs(side.weight)[:, None]
     roundings = gamma((7 + a.shared) * u)
     dp = _probability_error(view, side.p, side.lse, merged[:, None], a)
-    target = np.where(view.side.positive, side.target[:, None], 0.0)
-    ordinary = dp + roundings * (side.p + dp + np.abs(target))
+    ordinary = dp + roundings * (side.p + dp + np.abs(side.y))
     alone = (view.side.positive.sum(axis=1) == 1)[:, None]
     dq = np.zeros(side.q.shape)
     if not alone.all():
         dq = np.where(alone, 0.0, _probability_error(view, side.q, side.positive_lse, positive[:, None], a))
     mass = side.negative_mass[:, None]
     moved = np.minimum(np.minimum(mass, 1 - mass) * np.expm1(negative + positive)[:, None], 1.0)
-    certain = dq + side.q * moved + roundings * (np.abs(side.q - target) + side.q * (mass + moved) + dq)
+    certain = dq + side.q * moved + roundings * (np.abs(side.q - side.y) + side.q * (mass + moved) + dq)
     # half of the threshold below which a backend treats a row as certain
     doubtful = (np.abs(side.target) <= 0.5) | (side.negative_mass >= 2.0**-9)
     plain = ((doubtful & (not view.indexed)) | (not view.separate_positives))[:, None]
@@ -404,8 +403,7 @@ def _bars_error(view: Side, n_error: FloatArray, p_error: FloatArray, a: Arithme
 
     p = np.where(side.admitted & ~side.positive, np.exp(side.x - side.negative_lse[:, None]), 0.0)
     dp, dq = moved(p, side.negative_lse, n_error), np.where(alone, 0.0, moved(side.q, side.positive_lse, p_error))
-    target = np.where(side.positive, np.abs(side.target)[:, None], 0.0)
-    at_positive = (by_p + by_d) * dq + roundings * largest * (4 * (side.q + dq) + 2 * target)
+    at_positive = (by_p + by_d) * dq + roundings * largest * (4 * (side.q + dq) + 2 * np.abs(side.y))
     error = np.where(side.positive, at_positive, by_n * dp + roundings * by_n * (p + dp))
     return np.where(side.admitted & (largest > 0), error + largest * a.tiny + 4 * a.tiny, 0.0)
 

@@ -15,7 +15,7 @@ from zlib import crc32
 
 from contrastile.backends.contract import Options
 from contrastile.verify import cases, mistakes, public, rearrange
-from contrastile.verify.comparison import NOTHING, Comparisons, Worst, identical, wrong
+from contrastile.verify.comparison import Comparisons, Worst, identical, wrong
 from contrastile.verify.shards import EXCHANGES, Cut, compared, outcomes
 from contrastile.verify.strategies import Drawn, searched
 from contrastile.verify.trial import Property, SkipError, Subject, Trial
@@ -43,19 +43,13 @@ def cuts(trial: Trial, exchange: str = "") -> Iterator[tuple[str, Cut]]:
         yield "opposite ends", Cut.of(problem, [*ends, 1], [1, *ends])
 
 
-def _first(trial: Trial, label: str, cut: Cut, exchange: str) -> list[Outcome]:
-    """``shards.outcomes``, once for each cut and exchange."""
-    key = label, exchange
-    if key not in trial.cache:
-        trial.cache[key] = outcomes(trial.subject, cut, exchange)
-    found: list[Outcome] = trial.cache[key]
-    return found
-
-
 def schedule(exchange: str, trial: Trial) -> Comparisons:
-    """Loss and gradients over an exchange are the oracle's of the whole problem."""
+    """Loss and gradients over an exchange are the oracle's of the whole problem, with the same bits on every rank."""
     for label, cut in cuts(trial, exchange):
-        yield label, _compared(trial, cut, _first(trial, label, cut, exchange), exchange)
+        first, *others = parts = outcomes(trial.subject, cut, exchange)
+        yield label, _compared(trial, cut, parts, exchange)
+        for rank, other in enumerate(others, 1):
+            yield f"{label}, rank {rank}", identical(other, first, _EVERYWHERE)
 
 
 def _compared(trial: Trial, cut: Cut, parts: list[Outcome], exchange: str, **how: Any) -> Worst:
@@ -94,28 +88,14 @@ def _in_turn(trial: Trial) -> str:
     return [*EXCHANGES][crc32(trial.case.encode()) % len(EXCHANGES)]
 
 
-def _once(trial: Trial, exchange: str, label: str, **how: Any) -> Comparisons:
-    """Over an exchange, and computed in another way, a small case's first cut gives what is right."""
-    trial.only_small()
-    place, cut = next(cuts(trial))
-    parts = outcomes(trial.subject, cut, exchange, **how)
-    yield f"{exchange}, {place}, {label}", _compared(trial, cut, parts, exchange, **how)
-
-
 def reduction(trial: Trial) -> Comparisons:
-    """A sum of the parameters' gradients over the ranks is the oracle's too, with a gradient from above."""
+    """A sum of the parameters' gradients over the ranks is the oracle's too, times a gradient and in small tiles."""
+    trial.only_small()
+    (place, cut), exchange = next(cuts(trial)), _in_turn(trial)
     # below 1: times the number of ranks, gradients of float16 may overflow
-    return _once(trial, _in_turn(trial), "sum, upstream -0.5", reduction="sum", upstream=-0.5)
-
-
-def agreement(trial: Trial) -> Comparisons:
-    """Loss and the gradients of scale and bias have the same bits on every rank."""
-    for exchange in EXCHANGES:
-        for label, cut in cuts(trial, exchange):
-            first, *others = _first(trial, label, cut, exchange)
-            for rank, other in enumerate(others, 1):
-                yield f"{exchange}, {label}, rank {rank}", identical(other, first, _EVERYWHERE)
-            yield f"{exchange}, {label}", NOTHING
+    how: dict[str, Any] = {"reduction": "sum", "upstream": -0.5, "options": Options(tile=(5, 7))}
+    parts = outcomes(trial.subject, cut, exchange, **how)
+    yield f"{exchange}, {place}, sum", _compared(trial, cut, parts, exchange, **how)
 
 
 def delivery(trial: Trial) -> Comparisons:
@@ -123,15 +103,10 @@ def delivery(trial: Trial) -> Comparisons:
     trial.only_small()
     world = trial.subject.ranks
     (label, cut), exchange = next(cuts(trial)), _in_turn(trial)
-    expected = _first(trial, label, cut, exchange)
+    expected = outcomes(trial.subject, cut, exchange)
     for late in (False, True) if world.can_be_late else (False,):
         again = outcomes(trial.subject, cut, exchange, late=late)
         yield from _same(f"{exchange}, {label}, {'late' if late else 'second run'}", again, expected)
-
-
-def tiles(trial: Trial) -> Comparisons:
-    """Small tiles give the same loss and gradients on every rank."""
-    return _once(trial, "ring", "tile 5 x 7", options=Options(tile=(5, 7)))
 
 
 def sharded(subject: Subject, case: str) -> Comparisons:
@@ -168,11 +143,11 @@ DISTRIBUTED = {
             Property(
                 exchange,
                 partial(schedule, exchange),
-                says=f"Loss and gradients {how} are the oracle's of the whole problem.",
+                says=f"Loss and gradients {how} are the oracle's of the whole problem, alike on every rank.",
             )
             for exchange, how in EXCHANGES.items()
         ),
-        *(Property(check.__name__, check) for check in (themselves, reduction, agreement, delivery, tiles)),
+        *(Property(check.__name__, check) for check in (themselves, reduction, delivery)),
         *public.OVER_RANKS,
         Property("skipped-backward", mistakes.skipped_backward, mistakes.CASE),
         Property("mismatched-calls", mistakes.mismatched_calls, mistakes.CASE),

@@ -12,6 +12,7 @@ from contrastile.backends.contract import Match
 from contrastile.data.wordnet import load_wordnet_pairs
 from contrastile.oracle.arrays import FloatArray, IntArray, float64
 from contrastile.oracle.general import logits
+from contrastile.oracle.pairs import target_weights
 from contrastile.schedules.problem import Problem
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import masks, similarities
@@ -106,13 +107,10 @@ def softmax_problem(
 def targeted(bare: Problem, row_weight: FloatArray, column_weight: FloatArray | None) -> Problem:
     """A problem with these weights, rounded to float32, and targets 1 / (positives of the row, or of the column)."""
     _, positive = masks(bare)
-    row_target, column_target = (
-        np.where(count == 0, 0.0, 1 / np.maximum(count, 1)) for count in (positive.sum(axis=1), positive.sum(axis=0))
-    )
-    found = replace(bare, row_weight=round_to(row_weight, "float32"), row_target=row_target)
+    found = replace(bare, row_weight=round_to(row_weight, "float32"), row_target=target_weights(positive))
     if column_weight is None:
         return found
-    return replace(found, column_weight=round_to(column_weight, "float32"), column_target=column_target)
+    return replace(found, column_weight=round_to(column_weight, "float32"), column_target=target_weights(positive.T))
 
 
 def with_guide(problem: Problem, draw: Draw, dtype: str, width: int = 19) -> Problem:

@@ -16,10 +16,11 @@ import numpy.typing as npt
 
 from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.oracle.arrays import FloatArray, float64
+from contrastile.oracle.general import Direction
 from contrastile.schedules.problem import Problem
 from contrastile.verify.comparison import GRADIENT, NOTHING, Worst, parts
 from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
-from contrastile.verify.truth import Direction, Outcome, Truth, column_blocks, truth
+from contrastile.verify.truth import Outcome, Truth, column_blocks, truth
 
 Matrix = npt.NDArray[Any]
 

@@ -164,10 +164,8 @@ def words(given: Mapping[str, Any]) -> list[str]:
     found = []
     for name, value in given.items():
         if value is not None and value is not False:
-            found += [
-                f"--{name.replace('_', '-')}",
-                *(value if isinstance(value, list) else [] if value is True else [str(value)]),
-            ]
+            values = value if isinstance(value, list) else [value] * (value is not True)
+            found += [f"--{name.replace('_', '-')}", *map(str, values)]
     return found
 
 

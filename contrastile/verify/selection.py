@@ -24,7 +24,7 @@ STRUCTURE = (
     *("tiles", "options", "shift", "upstream", "frozen", "accumulation"),
     *("guard-bands", "strided", "poisoned-memory", "non-finite"),
     *("bars", "public-statistics", "symmetric", "determinism"),
-    *("reduction", "agreement", "delivery"),
+    *("reduction", "delivery"),
 )
 """The properties that say how a result comes about, whatever its dtype.
 

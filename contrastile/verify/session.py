@@ -67,7 +67,7 @@ class Session:
         command += ["-c", os.devnull, "--rootdir", str(Path(contrastile.__file__).parent), "--noconftest"]
         command += [word for name in _LEFT_OUT for word in ("-p", f"no:{name}")]
         command += ["-x"] * fail_fast + words({name: getattr(self.given, name) for name in OPTIONS})
-        with TemporaryDirectory() as folder, _environment(self.jobs):
+        with TemporaryDirectory() as folder, _environment(self.jobs, folder):
             self._folder = Path(folder)
             code = pytest.main(command, [self])
         if self._why_not:
@@ -153,9 +153,11 @@ def _kill(process: Any) -> None:
 
 
 @contextmanager
-def _environment(jobs: int) -> Iterator[None]:
+def _environment(jobs: int, folder: str) -> Iterator[None]:
     """What the workers inherit: no plugins but those of the command, and no threads that would wait for each other."""
-    with mock.patch.dict(os.environ, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"):
+    # hypothesis writes its caches to the current folder, unless it is told of another
+    own = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "HYPOTHESIS_STORAGE_DIRECTORY": folder}
+    with mock.patch.dict(os.environ, own):
         for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
             os.environ.pop(name, None)
         # a thread that spins while it waits takes the core from one that computes

@@ -6,9 +6,9 @@ A problem has a number. The first are the smallest: hypothesis draws numbers, an
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from random import Random
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from contrastile.backends.contract import Options, UnsupportedProblemError
 from contrastile.oracle.arrays import BoolArray, FloatArray, IntArray, float64
 from contrastile.oracle.general import logits
+from contrastile.oracle.named import within
 from contrastile.reporting import one_line
 from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
@@ -23,7 +24,7 @@ from contrastile.verify.comparison import Comparisons, Worst, compare, wrong
 from contrastile.verify.draws import Draw, Pairs, signs, targeted, with_guide, with_limits
 from contrastile.verify.plain import as_it_is, compare_with_plain
 from contrastile.verify.rounding import round_to
-from contrastile.verify.truth import masks, similarities, truth, within
+from contrastile.verify.truth import masks, similarities, truth
 
 if TYPE_CHECKING:
     from contrastile.verify.trial import Subject
@@ -67,21 +68,14 @@ def drawn(subject: Subject, case: str) -> Comparisons:
 
 def _shrink(fails: Callable[[int], bool], subject: Subject) -> None:
     """Draw numbers by hypothesis up to one that fails, and then ever smaller ones."""
-    import hypothesis.errors
-    from hypothesis.configuration import set_hypothesis_home_dir
-    from hypothesis.strategies import integers
+    import hypothesis
+    from hypothesis.errors import Flaky, NoSuchExample
 
     settings = hypothesis.settings(max_examples=subject.examples, deadline=None, database=None)
-    # hypothesis writes its caches to the current folder, unless it is told of another
-    with TemporaryDirectory() as folder:
-        set_hypothesis_home_dir(folder)
-        try:
-            hypothesis.find(integers(0, 2**31), fails, settings=settings, random=Random(subject.seed))
-        except (hypothesis.errors.NoSuchExample, hypothesis.errors.Flaky):
-            # a failure that passes when it is run again counts all the same
-            pass
-        finally:
-            set_hypothesis_home_dir(None)
+    numbers = hypothesis.strategies.integers(0, 2**31)
+    # a failure that passes when it is run again counts all the same
+    with suppress(NoSuchExample, Flaky):
+        hypothesis.find(numbers, fails, settings=settings, random=Random(subject.seed))
 
 
 def numbered(case: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -135,7 +135,6 @@ class Trial:
     subject: Subject
     case: str
     problem: Problem
-    cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def oracle(self) -> Truth:

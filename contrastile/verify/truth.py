@@ -10,17 +10,10 @@ from typing import Any
 import numpy as np
 
 from contrastile.oracle.arrays import BoolArray, FloatArray, float64
-from contrastile.oracle.general import (
-    expected_logit,
-    gradients,
-    logits,
-    merge,
-    negative_log_likelihood,
-    split_lse,
-    weighted_sum,
-)
+from contrastile.oracle.general import Direction, gradient_of_logits, gradients, logits, loss, weighted_sum
+from contrastile.oracle.named import within
 from contrastile.oracle.pairs import Pairs
-from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigma, sigmoid_terms, softplus
+from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigmoid_terms
 from contrastile.schedules.problem import Problem
 from contrastile.verify.late import Late
 
@@ -50,53 +43,6 @@ class Outcome:
     bias: FloatArray | None = None
     statistics: FloatArray | None = None
     rounding: tuple[float, float] = (0.0, 0.0)
-
-
-@dataclass(frozen=True)
-class Direction:
-    """One direction of the softmax loss, seen from its own side: matrices are (own, other).
-
-    Attributes:
-        x: (own, other) logits.
-        admitted: (own, other) bool.
-        positive: (own, other) bool.
-        weight: (own,) not multiplied by the upstream gradient.
-        target: (own,).
-        negative_lse: (own,) N.
-        positive_lse: (own,) P.
-        positive_sum: (own,).
-        nll: (own,) ``L - t S``.
-        p: (own, other) exp(x - L) on admitted pairs, 0 elsewhere.
-        q: (own, other) exp(x - P) on positive pairs, 0 elsewhere.
-        negative_mass: (own,) sigma(N - P), the probability of all negatives; 1 where there is no positive.
-        smoothed: (own,) what label smoothing moves from the positives to all columns: ``e w``.
-        bars: (3, own) derivatives by N, P and D of a loss that is known by these alone; None where the weights say it.
-    """
-
-    x: FloatArray
-    admitted: BoolArray
-    positive: BoolArray
-    weight: FloatArray
-    target: FloatArray
-    negative_lse: FloatArray
-    positive_lse: FloatArray
-    positive_sum: FloatArray
-    nll: FloatArray
-    p: FloatArray
-    q: FloatArray
-    negative_mass: FloatArray
-    smoothed: FloatArray
-    bars: FloatArray | None = None
-
-    @property
-    def lse(self) -> FloatArray:
-        """L, (own,)."""
-        return merge(self.negative_lse, self.positive_lse)
-
-    @property
-    def spread(self) -> FloatArray:
-        """D = P - t S, (own,); 0 where there is no positive."""
-        return np.where(self.positive.any(axis=1), self.positive_lse - self.target * self.positive_sum, 0.0)
 
 
 @dataclass(frozen=True)
@@ -178,11 +124,6 @@ def similarities(problem: Problem, x: FloatArray) -> FloatArray:
     return x if row_guide is None or column_guide is None else logits(row_guide, column_guide, 1.0)
 
 
-def within(admitted: BoolArray, positive: BoolArray, x: FloatArray, limits: FloatArray | None) -> BoolArray:
-    """The admitted pairs without the negatives whose x is beyond their limit, (own, other), of (own,) limits."""
-    return admitted if limits is None else admitted & (positive | ~(x > limits[:, None]))
-
-
 def truth(problem: Problem, upstream: float | FloatArray = 1.0) -> Truth:
     """The problem's truth by the dense equations, column blocks joined.
 
@@ -209,29 +150,26 @@ def _found(content: bytes) -> Truth:
         if problem.kind == "sigmoid":
             u = float64(problem.row_weight)
             pairs = u[:, None] if u.ndim == 1 else np.where(positive, u[:, :1], u.sum(axis=1, keepdims=True))
-            loss = float64(weighted_sum(pairs, sigmoid_terms(x, positive, admitted)))
+            value = float64(weighted_sum(pairs, sigmoid_terms(x, positive, admitted)))
             G = gradient_of_sigmoid_logits(x, positive, 1.0, admitted)
             G = np.where(pairs == 0, 0.0, upstream * pairs * G)
         else:
             bars = np.split(float64(upstream), [len(q)], axis=1) if problem.kind == "statistics" else (None, None)
-            compared = similarities(problem, x)
-            mine = within(admitted, positive, compared, problem.row_limits)
-            sides = [_direction(problem, x, mine, positive, problem.row_weight, problem.row_target, bars[0])]
-            G = _gradient(problem, sides[0], upstream)
+            compared, how = similarities(problem, x), (problem.kind == "inside", problem.smoothing or 0.0)
+            given = float64(problem.row_weight), float64(problem.row_target), *how, bars[0]
+            sides = [Direction(x, within(admitted, positive, compared, problem.row_limits), positive, *given)]
             if problem.column_weight is not None and problem.column_target is not None:
                 theirs = within(admitted.T, positive.T, compared.T, problem.column_limits)
-                given = problem.column_weight, problem.column_target, bars[1]
-                sides.append(_direction(problem, x.T, theirs, positive.T, *given))
-                G = G + _gradient(problem, sides[1], upstream).T
+                given = float64(problem.column_weight), float64(problem.column_target), *how, bars[1]
+                sides.append(Direction(x.T, theirs, positive.T, *given))
+            G = gradient_of_logits(sides, upstream)
             statistics = np.concatenate([[s.negative_lse, s.positive_lse, s.spread] for s in sides], axis=1)
-            loss = statistics
-            if problem.kind != "statistics":
-                loss = float64(sum(weighted_sum(side.weight, side.nll) for side in sides))
+            value = statistics if problem.kind == "statistics" else float64(loss(sides))
         found = gradients(q, k, scale, G)
         if problem.margin is not None:
             found = found._replace(d_scale=float64((G * products).sum()))
         outcome = Outcome(
-            loss=loss,
+            loss=value,
             statistics=statistics,
             rows=found.d_rows,
             columns=column_blocks(problem, found.d_columns),
@@ -250,56 +188,3 @@ def column_blocks(problem: Problem, joined: FloatArray) -> tuple[FloatArray, ...
     """An (n, ...) array over the joined columns, cut into the problem's column blocks."""
     ends = np.cumsum([len(block) for block in problem.columns])
     return tuple(np.split(joined, ends[:-1]))
-
-
-def _direction(
-    problem: Problem,
-    x: FloatArray,
-    admitted: BoolArray,
-    positive: BoolArray,
-    weight: FloatArray,
-    target: FloatArray,
-    bars: FloatArray | None,
-) -> Direction:
-    n, p = split_lse(x, admitted, positive.astype(np.float64), axis=1)
-    target = float64(target)
-    counted = np.where(positive, target[:, None], 0.0)
-    nll = negative_log_likelihood(x, n, p, counted, axis=1)
-    if problem.kind == "inside":
-        nll = softplus(n - p) - np.log(target)
-    smoothing = problem.smoothing or 0.0
-    if smoothing:
-        nll = nll + smoothing * ((counted - 1 / x.shape[1]) * x).sum(axis=1)
-    return Direction(
-        x=x,
-        admitted=admitted,
-        positive=positive,
-        weight=float64(weight),
-        target=target,
-        negative_lse=n,
-        positive_lse=p,
-        positive_sum=expected_logit(x, positive.astype(np.float64), axis=1),
-        # with a target of 0 the term is the whole log-sum-exp
-        nll=np.where(target == 0, merge(n, p), nll),
-        p=np.where(admitted, np.exp(x - merge(n, p)[:, None]), 0.0),
-        q=np.where(positive, np.exp(x - p[:, None]), 0.0),
-        negative_mass=np.where(positive.any(axis=1), sigma(n - p), 1.0),
-        smoothed=smoothing * float64(weight),
-        bars=bars,
-    )
-
-
-def _gradient(problem: Problem, side: Direction, upstream: Any) -> FloatArray:
-    """One side's part of G."""
-    positive, admitted = side.positive, side.admitted
-    target = np.where(positive, side.target[:, None], 0.0)
-    if side.bars is not None:
-        by_n, by_p, by_d = side.bars[:, :, None]
-        negative = np.where(by_n == 0, 0.0, by_n * np.exp(side.x - side.negative_lse[:, None]))
-        at_positive = by_p * side.q + by_d * (side.q - target)
-        return np.where(positive, at_positive, np.where(admitted, negative, 0.0))
-    # a positive whose target is 0 has no other gradient than a negative, but its logit is in P
-    beside = 0.0 if problem.kind == "inside" else side.q - target
-    G = np.where(positive, beside - side.q * side.negative_mass[:, None], side.p)
-    w, moved = ((upstream * each)[:, None] for each in (side.weight, side.smoothed))
-    return np.where(side.admitted & (w != 0), w * G + moved * (target - 1 / max(G.shape[1], 1)), 0.0)

@@ -80,7 +80,7 @@ def misfit(after: str) -> Mutant:
 )
 def test_what_is_not_caught(mutant: Mutant, status: str, reason: str) -> None:
     found = run_one(mutant)
-    assert (found["status"], reason in found["reason"]) == (status, True)
+    assert (found.status, reason in found.reason) == (status, True)
     assert not passed([found])
 
 
@@ -90,14 +90,14 @@ def test_a_check_that_the_right_code_fails_catches_nothing(tmp_path: Path, monke
     (wrong / WRONG.file).write_text(WRONG.applied(), encoding="utf-8")
     monkeypatch.setattr(run, "PACKAGE", wrong)
     found = run_one(MUTANTS["numpy:positives-among-negatives"])
-    assert found["status"] == "broken"
-    assert found["reason"].startswith("the correct code fails there, too: statistics[")
+    assert found.status == "broken"
+    assert found.reason.startswith("the correct code fails there, too: statistics[")
 
 
 @pytest.mark.usefixtures("short")
 def test_a_run_that_takes_too_long_is_given_up() -> None:
     (found,) = MutationRun([HARMLESS], deadline=0.1).all()
-    assert (found["status"], found["reason"]) == ("missed", "verify had no verdict after 0.1 s")
+    assert (found.status, found.reason) == ("missed", "verify had no verdict after 0.1 s")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_run_that_takes_too_long_is_given_up() -> None:
 )
 def test_the_verdict_is_that_of_verify(done: Done, status: str, reason: str) -> None:
     found = verdict(HARMLESS, done)
-    assert (found["status"], found["reason"]) == (status, reason)
+    assert (found.status, found.reason) == (status, reason)
 
 
 def test_the_old_bytecode_is_not_taken_for_the_new_source(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_the_list_names_every_mutant(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_report_counts_what_is_counted() -> None:
     caught = verdict(HARMLESS, Done(1, [{"status": "pass", "dtype": "float32", "case": "hot"}], ""))
     missed = verdict(HARMLESS, Done(0, [], ""))
-    equivalent: Result = {**missed, "status": "equivalent"}
+    equivalent = replace(missed, status="equivalent")
     assert passed([caught, equivalent])
     assert summary([caught, equivalent]) == "PASS: 1 of 1 mutants caught, 1 equivalent"
     assert not passed([caught, missed])

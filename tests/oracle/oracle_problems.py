@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from contrastile.oracle.general import logits
+from contrastile.oracle.general import Direction, logits
 from contrastile.oracle.pairs import Pairs, target_weights
 
 Floats = npt.NDArray[np.float64]
@@ -50,18 +50,20 @@ class Problem:
 
     @cached_property
     def y(self) -> Floats:
-        return target_weights(self.P)
+        return self.P * target_weights(self.P)[:, None]
 
     @cached_property
     def y_c(self) -> Floats:
-        return target_weights(self.P.T).T
+        return self.P * target_weights(self.P.T)
 
     def moved(self, **changes: Any) -> Problem:
         return replace(self, **changes)
 
-    def general(self) -> tuple[Any, ...]:
-        """The arguments of `loss` and `gradient_of_logits`."""
-        return self.x, self.A, self.u, self.v, self.y, self.y_c
+    @property
+    def sides(self) -> list[Direction]:
+        """The argument of `loss` and `gradient_of_logits`."""
+        rows = Direction(self.x, self.A, self.P, self.u, target_weights(self.P))
+        return [rows, Direction(self.x.T, self.A.T, self.P.T, self.v, target_weights(self.P.T))]
 
 
 def random_pairs(rng: np.random.Generator, m: int, n: int, kind: str, exclude: bool) -> Pairs:

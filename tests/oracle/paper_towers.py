@@ -7,7 +7,6 @@ from balls import Ball, concatenate, contrastive
 
 from contrastile.oracle.papers.collectives import row_slices
 from contrastile.oracle.papers.gradcache import Encoder
-from contrastile.oracle.papers.gradcache_distance import Distance
 
 KEPT = 0.75
 EPSILON = 2.0**-10
@@ -75,7 +74,7 @@ def bilinear_vjp(Omega, F, G, w):
     return F.T @ h @ G, h @ (G @ Omega.T), h.T @ (F @ Omega)
 
 
-BILINEAR = Distance(bilinear, bilinear_vjp)
+BILINEAR = Encoder(bilinear, bilinear_vjp)
 
 
 def chunks(tower):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mpmath
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from balls import Ball, U, agrees, general, sigmoid
 from hypothesis import given, settings
 from oracle_problems import PROBLEMS, RAGGED, Problem
 
-from contrastile.oracle.general import gradient_of_logits, gradients, logits, loss, merge, row_lse
+from contrastile.oracle.general import Direction, gradient_of_logits, gradients, logits, loss, merge, row_lse
 from contrastile.oracle.pairs import Pairs
 from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigma, sigmoid_terms, softplus
 
@@ -59,7 +61,7 @@ B = 7.0
 @settings(max_examples=30)
 @given(p=PROBLEMS)
 def test_autograd_of_the_definition_agrees(p: Problem) -> None:
-    softmax = loss(*p.general()), gradient_of_logits(*p.general()), by_autograd(p), general(p)
+    softmax = loss(p.sides), gradient_of_logits(p.sides), by_autograd(p), general(p)
     of_pairs = sigmoid_terms(p.x, p.P, p.A).sum() / B, gradient_of_sigmoid_logits(p.x, p.P, B, p.A)
     for value, G, definition, balls in (softmax, (*of_pairs, by_autograd(p, B), sigmoid(p, B))):
         found = value, *gradients(p.q, p.k, p.scale, G)
@@ -69,25 +71,24 @@ def test_autograd_of_the_definition_agrees(p: Problem) -> None:
 
 
 def test_one_direction_is_a_zero_column_weight() -> None:
-    p = RAGGED.moved(v=np.zeros(len(RAGGED.k)))
-    one_way = (p.x, p.A, p.u, None, p.y, None)
-    assert loss(*one_way) == loss(*p.general())
-    np.testing.assert_array_equal(gradient_of_logits(*one_way), gradient_of_logits(*p.general()))
+    both = RAGGED.moved(v=np.zeros(len(RAGGED.k))).sides
+    assert loss(both[:1]) == loss(both)
+    np.testing.assert_array_equal(gradient_of_logits(both[:1]), gradient_of_logits(both))
 
 
 def test_what_has_weight_zero_contributes_nothing_whatever_it_is() -> None:
     # a row that admits nothing
-    x, u, v = np.zeros((2, 2)), np.array([0.0, 1.0]), np.array([1.0, 0.0])
+    x, u = np.zeros((2, 2)), np.array([0.0, 1.0])
     A = np.array([[False, False], [True, False]])
-    y = A.astype(np.float64)
-    assert loss(x, A, u, v, y, y) == 0.0
-    np.testing.assert_array_equal(gradient_of_logits(x, A, u, v, y, y), np.zeros((2, 2)))
-    assert loss(x, A, np.ones(2), None, y, None) == -np.inf
+    sides = [Direction(x, A, A, u, u), Direction(x, A.T, A.T, u[::-1], u[::-1])]
+    assert loss(sides) == 0.0
+    np.testing.assert_array_equal(gradient_of_logits(sides), np.zeros((2, 2)))
+    assert loss([replace(sides[0], weight=np.ones(2))]) == -np.inf
     # a row of NaN, and a target whose logit is infinite
-    x, A = np.array([[np.nan, 1.0], [0.0, 0.0]]), np.ones((2, 2), dtype=np.bool_)
-    G = gradient_of_logits(x, A, u, None, np.eye(2), None)
+    A, own, ones = np.ones((2, 2), dtype=np.bool_), np.eye(2, dtype=np.bool_), np.ones(2)
+    G = Direction(np.array([[np.nan, 1.0], [0.0, 0.0]]), A, own, u, ones).gradient()
     np.testing.assert_array_equal(G, [[0.0, 0.0], [0.5, -0.5]])
-    assert loss(np.array([[1.0, -np.inf]]), A[:1], np.ones(1), None, np.eye(2)[:1], None) == 0.0
+    assert loss([Direction(np.array([[1.0, -np.inf]]), A[:1], own[:1], ones[:1], ones[:1])]) == 0.0
 
 
 def test_the_lse_of_nothing_is_minus_infinity() -> None:
@@ -123,9 +124,9 @@ def test_an_admitted_nan_comes_out_and_an_unseen_one_does_not() -> None:
     x = logits(q, p.k, p.scale, p.bias)
     L = row_lse(x, A)
     assert np.flatnonzero(np.isnan(L)).tolist() == [2]
-    assert np.isnan(loss(x, p.A, np.ones(7), None, p.y, None))
-    G = gradient_of_logits(x, p.A, np.ones(7), None, p.y, None)
-    found = gradients(q, p.k, p.scale, G)
+    side = replace(p.sides[0], x=x, weight=np.ones(7))
+    assert np.isnan(loss([side]))
+    found = gradients(q, p.k, p.scale, side.gradient())
     assert np.isnan(found.d_columns[p.A[2]]).all()
     assert np.isnan(found.d_columns[:, 1]).all()
     assert np.flatnonzero(np.isnan(found.d_rows).any(axis=1)).tolist() == [2]
@@ -138,7 +139,8 @@ def test_an_infinite_feature_ends_in_nan_without_a_warning() -> None:
     x = logits(q, p.k, p.scale, p.bias)
     A = np.ones(p.x.shape, dtype=np.bool_)
     assert row_lse(x, A)[0] == np.inf
-    assert np.isnan(gradients(q, p.k, p.scale, gradient_of_logits(x, A, p.u + 1, p.v, p.y, p.y_c)).d_rows[0]).all()
+    G = replace(p.sides[0], x=x, admitted=A, weight=p.u + 1).gradient()
+    assert np.isnan(gradients(q, p.k, p.scale, G).d_rows[0]).all()
 
 
 def test_an_index_outside_the_columns_names_none() -> None:

@@ -47,7 +47,7 @@ def test_equations_1_to_8_are_info_nce_its_lse_and_one_gradient(p: Problem, t_r:
     merged = [reduce(inf_cl.merge_lse, row, np.full(len(row[0]), -np.inf)) for row in tiles]
     for found in (np.concatenate(merged), inf_cl.lse(p.x)):
         assert agrees(found, ball.row_lse)
-    dI, dT = inf_cl.chain_rule(gradient_of_logits(*p.general()), p.q, p.k)
+    dI, dT = inf_cl.chain_rule(gradient_of_logits(p.sides), p.q, p.k)
     for gradient in (dI, inf_cl.image_gradient(p.q, p.k, l), inf_cl.tiled_image_gradient(p.q, p.k, l, t_c)):
         assert agrees(gradient, ball.d_rows)
     assert agrees(dT, ball.d_columns)

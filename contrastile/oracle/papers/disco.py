@@ -8,7 +8,6 @@ a share of the mean over the whole batch, so every term here is a sum over its r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -145,25 +144,6 @@ def sent_gradients(
     return dI_A[labels(sizes, n)], dT_A[labels(sizes, n)]
 
 
-@dataclass(frozen=True)
-class Step:
-    """The results of Alg. 1 on the ranks.
-
-    Attributes:
-        loss: the loss that every rank reports.
-        image_gradients: gradients with respect to each rank's image features, N arrays (b_n, D).
-        text_gradients: the same for texts.
-        t_gradients: each rank's gradient of t, N floats; DDP reduces it with the parameters.
-        sent: bytes that the gradient communication sent, over all ranks.
-    """
-
-    loss: float
-    image_gradients: list[FloatArray]
-    text_gradients: list[FloatArray]
-    t_gradients: list[float]
-    sent: int
-
-
 def rank_gradients(
     I: Sequence[FloatArray], T: Sequence[FloatArray], rank: int, t: float, B: float
 ) -> tuple[float, FloatArray, FloatArray, float]:
@@ -181,18 +161,20 @@ def rank_gradients(
     return L / 2, dI_A / 2, dT_A / 2, (dt_i + dt_t) / 2
 
 
-def algorithm_1(I: Sequence[FloatArray], T: Sequence[FloatArray], t: float) -> Step:
+def algorithm_1(
+    I: Sequence[FloatArray], T: Sequence[FloatArray], t: float
+) -> tuple[float, list[FloatArray], list[FloatArray], list[float], int]:
     """DisCo Alg. 1: gather, two (b_n, B) logit matrices per rank, reduce-scatter the gradients (SUM).
 
     A rank's loss is its rows' sum times N / B (its mean, when shards are equal), so the loss is the mean over ranks,
     the features get N times the gradient of the global loss, and DDP's mean over ranks divides by N, once.
 
-    I, T: N shards (b_n, D), uneven and empty ones too. Returns the loss (half of Eq. 1), the features' gradients, dt,
-    and the bytes that their communication sends.
+    I, T: N shards (b_n, D), uneven and empty ones too. Returns the loss (half of Eq. 1), which every rank reports; each
+    rank's gradients of its images, of its texts and of t; and the bytes that all ranks send for the gradients.
     """
     N, sizes = len(I), [len(shard) for shard in I]
     I_A, _ = all_gather(I)
     ranks = [rank_gradients(I, T, n, t, len(I_A) / N) for n in range(N)]
     dI, sent_I = reduce_scatter([rank[1] for rank in ranks], sizes)
     dT, sent_T = reduce_scatter([rank[2] for rank in ranks], sizes)
-    return Step(sum(rank[0] for rank in ranks) / N, dI, dT, [rank[3] for rank in ranks], sent_I + sent_T)
+    return sum(rank[0] for rank in ranks) / N, dI, dT, [rank[3] for rank in ranks], sent_I + sent_T

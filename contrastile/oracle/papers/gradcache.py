@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,15 +23,15 @@ from contrastile.oracle.papers.collectives import data_parallel_mean, row_slices
 
 @dataclass(frozen=True)
 class Encoder:
-    """f or g: a forward pass and its vector-Jacobian product, both with a given random state.
+    """f or g, both with a given random state, or a deep distance Phi: a forward pass and its vector-Jacobian product.
 
     Attributes:
-        forward: (parameters, inputs (n, ...), state) -> representations (n, d).
-        vjp: (parameters, inputs, state, u (n, d)) -> gradient by the parameters of <u, representations>.
+        forward: (parameters, inputs (n, ...), state) -> representations (n, d); (Omega, F, G) -> distances (m, n).
+        vjp: these and u -> gradient by the parameters of <u, representations>; of <u, distances> by Omega, F and G.
     """
 
-    forward: Callable[[FloatArray, FloatArray, int], FloatArray]
-    vjp: Callable[[FloatArray, FloatArray, int, FloatArray], FloatArray]
+    forward: Callable[..., FloatArray]
+    vjp: Callable[..., Any]
 
 
 @dataclass(frozen=True)

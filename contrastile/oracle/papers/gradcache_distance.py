@@ -6,14 +6,14 @@ In the loss d_ij replaces the dot product of Eq. 1. The grid of sub-batches need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
 from contrastile.oracle.arrays import FloatArray, IntArray
 from contrastile.oracle.papers.collectives import row_slices
 from contrastile.oracle.papers.gradcache import (
+    Encoder,
     Tower,
     accumulate,
     graphless_forward,
@@ -22,21 +22,8 @@ from contrastile.oracle.papers.gradcache import (
 )
 
 
-@dataclass(frozen=True)
-class Distance:
-    """Phi: a deep distance and its vector-Jacobian product.
-
-    Attributes:
-        forward: (Omega, F (m, d), G (n, d)) -> distances (m, n).
-        vjp: (Omega, F, G, w (m, n)) -> gradients of sum_ij w_ij d_ij by Omega, F and G.
-    """
-
-    forward: Callable[[FloatArray, FloatArray, FloatArray], FloatArray]
-    vjp: Callable[[FloatArray, FloatArray, FloatArray, FloatArray], tuple[FloatArray, FloatArray, FloatArray]]
-
-
 def distances(
-    Phi: Distance,
+    Phi: Encoder,
     Omega: FloatArray,
     F: FloatArray,
     G: FloatArray,
@@ -63,7 +50,7 @@ def distance_gradient_cache(d: FloatArray, r: IntArray, tau: float) -> FloatArra
 
 
 def distance_gradients(
-    Phi: Distance,
+    Phi: Encoder,
     Omega: FloatArray,
     F: FloatArray,
     G: FloatArray,
@@ -87,7 +74,7 @@ def distance_gradients(
 
 
 def deep_distance_step(
-    f: Tower, g: Tower, Phi: Distance, Omega: FloatArray, r: IntArray, tau: float
+    f: Tower, g: Tower, Phi: Encoder, Omega: FloatArray, r: IntArray, tau: float
 ) -> tuple[float, FloatArray, FloatArray, FloatArray]:
     """GradCache Sec. 5: both caches linked, dL/dOmega (Eq. 11), then u and v (Eq. 12-13), then the encoders.
 

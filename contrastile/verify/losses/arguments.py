@@ -166,8 +166,7 @@ def stated(objective: str, given: Arguments, weights: str = "float64") -> Proble
     form = FORMS[objective].form(*features, *labels, given.scale, *bias, **keywords, **more)
     m, n = len(form.q), len(form.k)
     positive = form.pairs.positive(m, n)
-    v = form.v
-    u, target = form.u, target_weights(positive).max(axis=1, initial=0.0)
+    u, v, target = form.u, form.v, target_weights(positive)
     if form.mean:
         u = np.stack([u * target, u * (1 - target)], axis=-1)
     limits = [x.ravel() if given.guide or "threshold" in asked else None for x in named.limits(form)]
@@ -183,7 +182,7 @@ def stated(objective: str, given: Arguments, weights: str = "float64") -> Proble
         margin=form.options.margin or None,
         bias=float64(form.bias) if form.additive else None,
         column_weight=None if v is None else round_to(v, weights),
-        column_target=None if v is None else target_weights(positive.T).max(axis=1, initial=0.0),
+        column_target=None if v is None else target_weights(positive.T),
         row_limits=limits[0],
         column_limits=None if v is None else limits[1],
         row_guide=row_guide,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from contrastile.oracle.arrays import FloatArray
-from contrastile.oracle.general import gradients
-from contrastile.oracle.late import scores
+from contrastile.oracle.arrays import FloatArray, float64
+from contrastile.oracle.late import maxsim, scores
 from contrastile.schedules.problem import Problem
 from contrastile.verify.draws import Draw
 from contrastile.verify.late import Late
@@ -65,10 +65,11 @@ def _found(content: bytes) -> tuple[Problem, Truth]:
         problem = stated(objective, Arguments((S, np.eye(len(document))), given.scale))
         inner = truth(problem)
         late = Late(products, nearest, inner.G)
-        q, k = (x.reshape(-1, x.shape[-1]) for x in (query, document))
+        asked: dict[str, Any] = {**given.keywords, **given.options}
+        found = maxsim(query, document, given.scale, **asked)
+        q, k, rows, columns = (x.reshape(-1, x.shape[-1]) for x in (query, document, found.d_rows, found.d_columns))
         G = late.of_tokens(inner.G)
-        found = gradients(q, k, given.scale, G)
-        outcome = replace(inner.outcome, rows=found.d_rows, columns=(found.d_columns,))
+        outcome = replace(inner.outcome, rows=rows, columns=(columns,), loss=float64(found.loss), scale=found.d_scale)
         whole = replace(inner, outcome=outcome, q=q, k=k, products=q @ k.T, G=G, late=late, bounds={})
         whole = replace(whole, row_sum=G @ k, column_sum=G.T @ q)
     return replace(problem, rows=q, columns=(k,)), whole

@@ -6,7 +6,8 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
-from plain_losses import clip
+
+from contrastile.bench.plain import clip
 
 
 class Loss(torch.nn.Module):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from plain_losses import clip as right
-from plain_losses import maxsim
 from torch.nn.functional import cross_entropy, normalize, pad
 
+from contrastile.bench.plain import clip as right
+from contrastile.bench.plain import maxsim
 from contrastile.verify.losses import check
 from contrastile.verify.options import QUICK_LOSS_CASES
 
