@@ -114,7 +114,7 @@ measure-gpu:
 	mkdir -p out
 	$(PYTHON) benchmarks/everyday.py --part everyday --out out/everyday.json
 	$(PYTHON) benchmarks/everyday.py --part steps peers --seconds 900 --out out/gpu.json
-	$(PYTHON) benchmarks/everyday.py --part training --rounds 3 --patience 10 --out out/training.json
+	$(PYTHON) benchmarks/training_steps.py caches --out out/training.json
 
 # the address of the sources that pyproject.toml has
 docs docs-version: export REPO_URL ?= $(shell $(PYTHON) -c 'import tomllib; \

@@ -9,7 +9,6 @@
 ``everyday``   every loss beside plain PyTorch, eager and compiled; over ranks clip_loss beside open_clip's local loss
 ``steps``      our own clip_loss beside the ceiling, a large matrix product; over ranks by every exchange and number
 ``peers``      clip_loss beside the ceiling and public implementations; why one cannot be loaded is recorded
-``training``   an optimizer step of a MiniLM by our gradient cache and others', in chunks; on one process
 
 A call is an eager forward and backward, host time included. Our backends are held to the oracle first, on one process:
 one that fails is not timed. The record is written after every row, and keeps what an earlier run of the same commit on
@@ -37,7 +36,6 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
 from harness import Call, Ranks, ceiling, facts, paired, write  # noqa: E402
-from peers import caches  # noqa: E402
 from peers.timed import OPEN_CLIP, PLAINS, TIMED, Loss, compiled, loaded  # noqa: E402
 
 import contrastile  # noqa: E402
@@ -117,14 +115,7 @@ SCALING = (
     *(_clip(b) for b in (2048, 4096, 8192, 16384, 65536)),
 )
 BESIDE_PEERS = tuple(_clip(b, each=False) for b in (65536, 32768, 8192, 131072, 262144))
-_STEP = Case("cached_step", "bfloat16", 65536, 384, {"chunk": 1024}, caches.SCALE)
-TRAINING = (
-    Case("info_nce", "bfloat16", 65536, 384, scale=caches.SCALE),
-    *(replace(_STEP, settings={"chunk": chunk}) for chunk in (8192, 4096, 2048, 1024)),
-    *(replace(_STEP, b=b) for b in (1024, 4096, 16384)),
-    replace(_STEP, b=8192, settings={"chunk": 8192}),
-)
-PARTS = ("everyday", "steps", "peers", "training")
+PARTS = ("everyday", "steps", "peers")
 
 
 def cases(part: str, kind: str, size: int) -> tuple[Case, ...]:
@@ -133,17 +124,13 @@ def cases(part: str, kind: str, size: int) -> tuple[Case, ...]:
         if size > 1:
             return OF_RANKS if kind == "cuda" else OF_CPUS[:1]
         return EVERYDAY if kind == "cuda" else OF_CPUS
-    if part == "training":
-        return TRAINING
     found = BESIDE_PEERS if part == "peers" else SCALING
     return found if kind == "cuda" else tuple(replace(case, dtype="float32") for case in found)
 
 
 def smoke(found: tuple[Case, ...]) -> tuple[Case, ...]:
     """The same cases with a few rows, none twice."""
-    small = [replace(case, b=case.b // 1024 + 32, d=24) for case in found]
-    small = [replace(x, settings={"chunk": x.settings["chunk"] // 64}) if "chunk" in x.settings else x for x in small]
-    return tuple({case.label: case for case in small}.values())
+    return tuple({(small := replace(case, b=case.b // 1024 + 32, d=24)).label: small for case in found}.values())
 
 
 Job = tuple[str, str, int, Callable[[], Call] | None, str]
@@ -161,11 +148,6 @@ def jobs(part: str, case: Case, ranks: Ranks, backends: list[str]) -> Iterator[J
     size = ranks.size
     everyday, steps = part == "everyday", part == "steps"
     numbers = list(ranks.groups) if steps else [size]
-    if case.loss == "cached_step":
-        for name in caches.CACHES:
-            where = case.b, case.d, case.settings["chunk"], ranks.device
-            yield name, "local", 1, partial(caches.step, name, *where), ""
-        return
     for name in backends:
         for n in numbers:
             ways = ["local"] if n == 1 else ["auto"] if everyday else ["auto", "ring", "gather"]
@@ -223,7 +205,7 @@ class Run:
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.started, self.ranks = given, time.monotonic(), Ranks.join(given.device)
-        alone = not {"steps", "peers"} & set(given.part)
+        alone = given.part == ["everyday"]
         slot = given.slot or (0.06 if alone else 0.3)
         self.slot, self.ceiling = slot, (lambda: math.nan) if alone else ceiling(self.ranks, slot)
         environment = facts(self.ranks, given.commit)
@@ -297,10 +279,9 @@ class Run:
             label = f"{row['name']} {row['exchange']} on {row['n']}"
             row |= samples.get(label, {})
             tops = row.pop("ceiling_tflops", [])
-            if part in ("steps", "peers") and tops:
+            if part != "everyday" and tops:
                 rates = [case.flops(row["n"]) / t * 1e-9 for t in row["milliseconds"]]
                 row |= {"ceiling_tflops": tops, "fraction": [x / top for x, top in zip(rates, tops, strict=True)]}
-            if part != "everyday" and tops:
                 row["peak_bytes"] = int(max(self.ranks.share(peak_extra(calls[label], "torch", self.ranks.kind))))
         return found
 

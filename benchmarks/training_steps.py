@@ -1,12 +1,14 @@
-"""Whole steps of two libraries' own training loops under bfloat16, with their losses or ours.
+"""Whole training steps under bfloat16: of two libraries' own loops, with their losses or ours, and of gradient caches.
 
     python benchmarks/training_steps.py open_clip --out docs/results/open_clip_DEVICE.json
     python benchmarks/training_steps.py sentence_transformers --out docs/results/sentence_transformers_DEVICE.json
+    python benchmarks/training_steps.py caches --out docs/results/training_DEVICE.json
 
 ``open_clip``              its ``train_one_epoch`` and a ViT-B-32; needs open_clip_torch
 ``sentence_transformers``  its trainer and a BERT of MiniLM's shape; needs sentence-transformers and datasets
+``caches``                 the same BERT in a loop of one's own; needs transformers, and the caches that are there
 
-Both need a GPU. Weights, images and texts are random: time and memory do not depend on them. The losses say that the
+All need a GPU. Weights, images and texts are random: time and memory do not depend on them. The losses say that the
 ways train alike.
 """
 
@@ -16,25 +18,31 @@ import argparse
 import importlib
 import random
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from peers.caches import MINILM
 from peers.stubs import install
+from torch import Tensor
 
-from contrastile import nn
+from contrastile import info_nce, nn, training
+from contrastile.bench import plain
 from contrastile.environment import measurement_environment
 from contrastile.integrations.open_clip import ChunkedModel
-from contrastile.reporting import write_json
+from contrastile.reporting import one_line, write_json
 
 CURVE = 1024
 """Pairs of the steps whose losses are compared."""
+MINILM: dict[str, Any] = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
+MINILM |= {"num_hidden_layers": 6, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SCALE, FIRST_WORD, VOCABULARY = 20.0, 1000, 30522  # ids below the first word's are marks, padding among them
 
 
 class Batches(list[Any]):
@@ -53,6 +61,17 @@ def epoch(model: Any, batches: Any, pairs: int, loss: Any, optimiser: Any, parts
     loop.train_one_epoch(model, data, loss, 0, optimiser, None, None, None, SimpleNamespace(**given))
 
 
+@contextmanager
+def timed(seconds: list[float]) -> Iterator[None]:
+    """Note how long what is inside takes; the peak of memory is its own."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    yield
+    torch.cuda.synchronize()
+    seconds.append(time.perf_counter() - begin)
+
+
 def pairs(b: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Random images and texts."""
     draw = torch.Generator("cuda").manual_seed(seed)
@@ -69,7 +88,7 @@ def open_clip(way: str, b: int, steps: int, chunk: int) -> dict[str, Any]:
     called = ChunkedModel(model, chunk) if way.endswith("ChunkedModel") else model
     loss = nn.ClipLoss() if way.startswith("contrastile") else library.ClipLoss()
     parts = b // chunk if way.endswith("freq") else 1
-    seconds, values = [], []
+    seconds, values = list[float](), []
 
     def watched(**outputs: Any) -> Any:
         found = loss(**outputs)
@@ -79,12 +98,8 @@ def open_clip(way: str, b: int, steps: int, chunk: int) -> dict[str, Any]:
     for step in range(steps):
         images, texts = pairs(b, step % 4)
         batches = zip(images.chunk(parts), texts.chunk(parts), strict=True)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
-        epoch(called, batches, b, watched, optimiser, parts, device="cuda", precision="amp_bf16")
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
+        with timed(seconds):
+            epoch(called, batches, b, watched, optimiser, parts, device="cuda", precision="amp_bf16")
     rest = torch.cuda.max_memory_allocated() - images.nbytes - texts.nbytes
     found = {"seconds": round(statistics.median(seconds[1:]), 3), "peak GiB beside the images": round(rest / 2**30, 2)}
     return found | {"losses": [round(float(x), 5) for x in values[::parts]]}
@@ -110,9 +125,8 @@ def sentence_transformers(way: str, b: int, steps: int, chunk: int) -> dict[str,
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
         transformers.BertTokenizerFast(vocab=f"{folder}/vocab.txt").save_pretrained(folder)
-        no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         torch.manual_seed(0)
-        config = transformers.BertConfig(vocab_size=len(words) + 5, **MINILM, **no_dropout)
+        config = transformers.BertConfig(vocab_size=len(words) + 5, **MINILM)
         transformers.BertModel(config).save_pretrained(folder)
         width = parts.Pooling(MINILM["hidden_size"])
         model = library.SentenceTransformer(modules=[parts.Transformer(folder), width], device="cuda")
@@ -141,6 +155,82 @@ def sentence_transformers(way: str, b: int, steps: int, chunk: int) -> dict[str,
     return found | {"losses": [round(x["loss"], 5) for x in trainer.state.log_history if "loss" in x]}
 
 
+def cast(x: Tensor) -> Any:
+    """Autocast to bfloat16."""
+    return torch.autocast(x.device.type, torch.bfloat16)
+
+
+class Mean(torch.nn.Module):
+    """A BERT's hidden states under its own autocast, their mean over the tokens, unit length."""
+
+    def __init__(self, bert: torch.nn.Module) -> None:
+        super().__init__()
+        self.bert = bert
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(samples, tokens) ids -> (samples, width) float32."""
+        with cast(ids):
+            hidden = self.bert(ids).last_hidden_state
+        return torch.nn.functional.normalize(hidden.float().mean(dim=1), dim=1)
+
+
+def cached(way: str, encoder: torch.nn.Module, chunk: int, pair: Tensor) -> Tensor:
+    """Add the gradients of InfoNCE under autocast by one of the caches; (queries, keys) ids -> the loss.
+
+    Raises:
+        ImportError: the cache's package is not installed.
+    """
+
+    def matrix(query: Tensor, key: Tensor) -> Any:
+        # GradCache leaves the loss to its caller: by the matrix of logits, as its own loss has it
+        with cast(query):
+            return plain.info_nce(query, key, SCALE)
+
+    if way == "GradCache":
+        # its files import each other as grad_cache, and are installed as gradcache
+        sys.modules.setdefault("grad_cache", importlib.import_module("gradcache"))
+        made = importlib.import_module("gradcache.grad_cache").GradCache([encoder, encoder], chunk, matrix)
+        found: Tensor = made(*pair)
+        return found
+    if way.startswith("sentence-transformers"):
+        module: Any = torch.nn.Module()
+        module.encoder = encoder
+        module.forward = lambda features, **_: {**features, "sentence_embedding": encoder(features["input_ids"])}
+        library = importlib.import_module("sentence_transformers")
+        model = library.SentenceTransformer(modules=[module], device=str(pair.device))
+        losses = importlib.import_module("sentence_transformers.sentence_transformer.losses")
+        criterion = losses.CachedMultipleNegativesRankingLoss(model, scale=SCALE, mini_batch_size=chunk)
+        with cast(pair):
+            loss: Tensor = criterion([{"input_ids": ids} for ids in pair], None)
+    elif way.startswith("PyTorch"):
+        loss = matrix(*map(encoder, pair))
+    else:
+        with cast(pair):
+            loss = training.Cached(info_nce, (encoder, encoder), chunk)(*pair, scale=SCALE)
+    loss.backward()
+    return loss.detach()
+
+
+def caches(way: str, b: int, steps: int, chunk: int) -> dict[str, Any]:
+    """The same, of pairs of 32 random words."""
+    transformers = importlib.import_module("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(vocab_size=VOCABULARY, pad_token_id=None, **MINILM)
+    encoder = Mean(transformers.BertModel(config, add_pooling_layer=False)).cuda()
+    optimiser = torch.optim.AdamW(encoder.parameters(), lr=1e-4)
+    seconds, losses = list[float](), list[Tensor]()
+    for step in range(steps):
+        draw = torch.Generator("cuda").manual_seed(step % 4)
+        pair = torch.randint(FIRST_WORD, VOCABULARY, (2, b, 32), device="cuda", generator=draw)
+        with timed(seconds):
+            optimiser.zero_grad()
+            losses.append(cached(way, encoder, chunk, pair))
+            optimiser.step()
+    found = {"seconds": round(statistics.median(seconds[1:]), 3)}
+    found["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    return found | {"losses": [round(float(x), 5) for x in losses]}
+
+
 Trained = Callable[[str, int, int, int], dict[str, Any]]
 LIBRARIES: dict[str, tuple[Trained, str, tuple[int, ...], int, tuple[str, ...]]] = {
     "open_clip": (
@@ -162,6 +252,18 @@ LIBRARIES: dict[str, tuple[Trained, str, tuple[int, ...], int, tuple[str, ...]]]
             "contrastile, CachedMultipleNegativesRankingLoss",
         ),
     ),
+    "caches": (
+        caches,
+        "BERT of 6 layers and 384 dimensions under autocast, AdamW",
+        (8192, 65536),
+        8192,
+        (
+            "contrastile, Cached",
+            "sentence-transformers, CachedMultipleNegativesRankingLoss",
+            "GradCache",
+            "PyTorch, no cache",
+        ),
+    ),
 }
 """By name: what trains, the model, batches, pairs of a chunk, and the ways."""
 
@@ -172,6 +274,7 @@ def main() -> None:
     parser.add_argument("library", choices=LIBRARIES)
     parser.add_argument("--out", type=Path, required=True, help="where the record goes, as JSON")
     parser.add_argument("--batches", type=int, nargs="+", metavar="B")
+    parser.add_argument("--chunk", type=int, metavar="N", help="pairs that are encoded at a time")
     given = parser.parse_args()
     trained, model, batches, chunk, ways = LIBRARIES[given.library]
     install()
@@ -180,11 +283,11 @@ def main() -> None:
     # the curves of all ways, and then what fits
     for b, steps in ((CURVE, 16), *((b, 4) for b in given.batches or batches)):
         for way in ways:
-            row = {"way": way, "pairs": b, "chunk": min(chunk, b // 4)}
+            row = {"way": way, "pairs": b, "chunk": min(given.chunk or chunk, b // 4)}
             try:
                 row |= trained(way, b, steps, row["chunk"])
-            except torch.OutOfMemoryError:
-                row["skipped"] = "out of memory"
+            except (ImportError, torch.OutOfMemoryError) as error:
+                row["skipped"] = one_line(error)[:200]
             rows.append(row)
             print(row, flush=True)
             torch.cuda.empty_cache()

@@ -16,10 +16,13 @@ import harness
 import make_pages
 import page_tables as tables
 import pytest
+import tiny_models
 import torch
+import training_steps
 from harness import Ranks, paired
-from peers import caches
 from peers.timed import PLAINS
+
+from contrastile.bench import plain
 
 ALONE = Ranks(torch.device("cpu"), {1: None})
 QUICK = (
@@ -117,34 +120,17 @@ def test_what_raises_or_is_too_slow_is_left_out_and_says_why(monkeypatch: pytest
     assert "one call takes 2 s" in found["slow"]["reason"]
 
 
-OURS, PLAIN = "contrastile, cached_step", "PyTorch, no cache"
-
-
-def broken(encoder: Any) -> Any:
-    raise RuntimeError("out of\nwhatever")
-
-
-def test_every_cache_is_timed_and_a_failure_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = {OURS: caches.ours, "GradCache": broken, PLAIN: caches.plain}
-    monkeypatch.setattr(caches, "CACHES", made)
-    out = tmp_path / "training.json"
-    words = ["--device", "cpu", "--smoke", "--part", "training", "--only", "cached_step", "--backends", "torch"]
-    words += ["--slot", "0.002", "--rounds", "2", "--patience", "600", "--commit", "c", "--out", str(out)]
-    assert everyday.main(words) == 0
-    record = json.loads(out.read_text(encoding="utf-8"))
-    rows = tables.measured(record, "training", name=OURS)
-    assert {(row["b"], row["chunk"]) for row in rows} >= {(96, 128), (96, 16), (33, 16), (40, 128)}
-    assert all(len(row["milliseconds"]) == 2 and row["peak_bytes"] > 0 for row in rows)
-    assert {row["reason"] for row in record["times"] if row["name"] == "GradCache"} == {"RuntimeError: out of whatever"}
-    assert {row["b"] for row in tables.measured(record, "training", name=PLAIN)} == {33, 36, 40, 48, 96}
-
-
-def test_all_see_the_same_loss() -> None:
-    ours, plain = (caches.step(name, 64, 24, 16, torch.device("cpu")) for name in (OURS, PLAIN))
-    # the weights stay as they are, in bfloat16
-    eps = torch.finfo(torch.bfloat16).eps
-    assert ours().item() == pytest.approx(plain().item(), abs=2 * eps * caches.SCALE)
-    assert ours().item() == pytest.approx(plain().item(), abs=2 * eps * caches.SCALE)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", training_steps.LIBRARIES["caches"][-1])
+def test_every_cache_has_the_loss_of_the_whole_batch_and_adds_gradients(way: str) -> None:
+    pytest.importorskip({"GradCache": "gradcache"}.get(way, "sentence_transformers"))
+    pair = torch.randint(20, (2, 11, 6), generator=torch.Generator().manual_seed(1))
+    encoder = training_steps.Mean(tiny_models.bert(20))
+    loss = training_steps.cached(way, encoder, 3, pair)
+    exact = plain.info_nce(*map(encoder, pair), training_steps.SCALE)
+    # the features are those of bfloat16 either way, and the logits are narrowed
+    assert abs(loss - exact).item() <= 2 * torch.finfo(torch.bfloat16).eps * training_steps.SCALE
+    assert all(p.grad.any() for name, p in encoder.named_parameters() if "pooler" not in name)
 
 
 def test_a_page_that_says_something_else_is_found_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
