@@ -22,7 +22,7 @@ from contrastile.backends.cupy.devices import gpus
 from contrastile.backends.registry import Known, available, known
 from contrastile.bench import agreement, peers
 from contrastile.environment import NVIDIA, has_a_gpu, measurement_environment, torch_sees_a_gpu, version
-from contrastile.reporting import CannotRunError, StoppedError, colored, show_table, why_not_writable, write_json
+from contrastile.reporting import CannotRunError, colored, show_table, why_not_writable, write_json
 
 State = Literal["ok", "no device", "missing", "broken", "wrong"]
 
@@ -78,23 +78,16 @@ def main(args: argparse.Namespace) -> int:
         0 when at least one backend agrees with the oracle, else 1. A missing optional package is no failure.
 
     Raises:
-        CannotRunError: its file cannot be written, or it was interrupted.
+        CannotRunError: its file cannot be written.
     """
     if reason := why_not_writable(args.json):
         raise CannotRunError(reason)
     facts = measurement_environment("cuda" if _torch_gpus() else "cpu")
-    findings, interrupted = list[Finding](), False
-    try:
-        findings.extend(examine())
-    except KeyboardInterrupt:
-        interrupted = True
-    works = any(each.kind == "backend" and each.state == "ok" for each in findings)
-    show(facts, findings, works, complete=not interrupted)
+    findings = list(examine())
+    works = show(facts, findings)
     if args.json:
-        verdict = "interrupted" if interrupted else "pass" if works else "fail"
+        verdict = "pass" if works else "fail"
         write_json(args.json, {"verdict": verdict, "environment": facts, "findings": list(map(asdict, findings))})
-    if interrupted:
-        raise StoppedError(f"interrupted; findings until then: {len(findings)}")
     return 0 if works else 1
 
 
@@ -116,8 +109,8 @@ def examine() -> Iterator[Finding]:
     yield from _gpus()
 
 
-def show(facts: dict[str, Any], findings: list[Finding], works: bool, *, complete: bool = True) -> None:
-    """Print the environment, the findings, and the verdict unless nothing works in an incomplete report."""
+def show(facts: dict[str, Any], findings: list[Finding]) -> bool:
+    """Print the environment, the findings and the verdict: whether a backend works."""
     known_facts = [(name, str(value)) for name, value in facts.items() if value is not None]
     show_table("Environment", ("fact", "value"), known_facts)
     titles = {"backend": "Backends", "auto": 'What "auto" takes', "package": "Packages", "gpu": "GPUs"}
@@ -129,8 +122,8 @@ def show(facts: dict[str, Any], findings: list[Finding], works: bool, *, complet
     if remedies:
         print("to install or repair", *remedies, sep="\n  ", end="\n\n")
     good = [each.name for each in findings if each.kind == "backend" and each.state == "ok"]
-    if works or complete:
-        print(colored("works here", "green") + f": {', '.join(good)}" if works else "no backend works here")
+    print(f"{colored('works here', 'green')}: {', '.join(good)}" if good else "no backend works here")
+    return bool(good)
 
 
 def _backend(name: str, entry: Known, missing: str | None) -> Finding:

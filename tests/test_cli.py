@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -226,22 +225,6 @@ def test_a_backend_that_raises_is_said_to_and_the_report_goes_on(
         assert run() == 1
 
 
-def test_what_was_found_before_an_interruption_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted() -> Iterator[doctor.Finding]:
-        yield doctor.Finding("backend", "it", "ok", "fast")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(doctor, "examine", interrupted)
-    assert run("--json", str(tmp_path / "doctor.json")) == 130
-    found = json.loads((tmp_path / "doctor.json").read_text())
-    assert (found["verdict"], [each["name"] for each in found["findings"]]) == ("interrupted", ["it"])
-    said = capsys.readouterr()
-    assert "works here: it" in said.out
-    assert said.err == "contrastile doctor: interrupted; findings until then: 1\n"
-
-
 def test_a_backend_that_is_wrong_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = doctor.peers.ours
     monkeypatch.setattr(doctor.peers, "ours", lambda name: ours("numpy"))
@@ -275,5 +258,5 @@ def test_packages_for_nvidia_gpus_are_recommended_only_where_there_is_one(
         remedies = {each.name: each.remedy for each in found if each.kind == "package"}
         assert [name for name, remedy in remedies.items() if not remedy] == ([] if nvidia else ["triton", "cupy"])
         assert remedies["torch"] == "pip install 'contrastile[torch]'"
-        doctor.show({}, found, works=False)
+        doctor.show({}, found)
         assert capsys.readouterr().out.count(cupy) == nvidia
