@@ -32,27 +32,6 @@ def pair(comm: InProcess) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_ranks_that_want_other_gradients_say_so(exchange: str) -> None:
-    seen: list[Any] = []
-
-    def program(comm: InProcess) -> str:
-        inputs = [*pair(comm), torch.tensor(2.0, requires_grad=True)]
-        loss = contrastile.clip_loss(*inputs, group=comm, exchange=exchange)
-        said = refusal(ExchangeError, lambda: torch.autograd.grad(loss, inputs[: 1 if comm.rank == FAULTY else None]))
-        seen.extend([comm.rank] * (said == "nothing"))
-        return said
-
-    found = InProcessGroup[str](3).run(program)
-    if seen:
-        # this torch tells a function to make all gradients, whichever are asked for
-        assert found == ["nothing"] * 3
-        return
-    assert len(set(found)) == 1
-    assert found[0].startswith("ranks 0, 2 are at the backward of call 1 (clip_loss) for the gradients of scale, rows")
-    assert "rank 1 is at the backward of call 1 (clip_loss) for the gradients of rows;" in found[0]
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_backwards_in_another_order_are_found_before_a_message_of_theirs(exchange: str) -> None:
     def program(comm: InProcess) -> str:
         losses = [contrastile.clip_loss(*pair(comm), 2.0, group=comm, exchange=exchange) for _ in range(2)]
@@ -77,6 +56,14 @@ def test_calls_and_phases_that_are_the_same_conflict_in_what_was_posted() -> Non
         "ranks 4, 5 are at the backward of call 7 (clip_loss) after 1 messages, "
         f"rank 6 is at the backward of call 7 (clip_loss) after 2 messages{AGAIN}"
     )
+
+
+def test_ranks_that_want_other_gradients_say_so() -> None:
+    heads = [Calls(Label(1, "backward", "clip_loss", wants)).head(3) for wants in (0b101, 0b100, 0b101)]
+    where = "at the backward of call 1 (clip_loss) for the gradients of"
+    with pytest.raises(Conflict) as caught:
+        calls.compare(heads, range(3))
+    assert str(caught.value) == f"ranks 0, 2 are {where} scale, rows, rank 1 is {where} rows{AGAIN}"
 
 
 class Numbered:
