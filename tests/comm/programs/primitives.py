@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import random
+import threading
 import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from typing import Any
@@ -19,9 +21,10 @@ from engines import PATIENCE, say, started
 
 import contrastile
 from contrastile.backends.arrays import library_of
-from contrastile.comm import buffers
+from contrastile.comm import buffers, torch_group
 from contrastile.comm.communicator import ExchangeError, MismatchError
 from contrastile.comm.connect import connect
+from contrastile.comm.inprocess import InProcessGroup
 
 WIDTH = 7
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int64")
@@ -229,8 +232,12 @@ def main(ranks: Any) -> None:
     pending.wait()
     assert (arrived == np.arange(10) + (ranks.rank - 1) % n).all()
     say(ranks.rank, "groups do not meet")
+    first_calls_of_threads(ranks)
     if hasattr(ranks, "dist"):
         meshes(n)
+        # as before torch 2.8
+        torch_group._CLONES = False
+        first_calls_of_threads(ranks)
     forgotten(mine, other)
     ranks.finish()
     kept = weakref.ref(world)
@@ -238,6 +245,43 @@ def main(ranks: Any) -> None:
     gc.collect()
     assert (kept() is None) == ranks.forgets, "a communicator outlived its group"
     say(ranks.rank, "done")
+
+
+THREADS, CALLS = 4, 5
+
+
+def evaluated(group: Any, rank: int, number: int) -> list[bytes]:
+    """The loss and gradients of several calls over this group, as their bits."""
+    both = contrastile.value_and_grad(contrastile.clip_loss, group=group, exchange=("ring", "gather")[number % 2])
+    found = []
+    for call in range(CALLS):
+        draw = np.random.default_rng([rank, number, call])
+        image, text = draw.standard_normal((2, 4 + rank, 6)).astype(np.float32)
+        value, gradients = both(image, text, 3.0)
+        found += [np.asarray(x).tobytes() for x in (value, *gradients)]
+    return found
+
+
+def first_calls_of_threads(ranks: Any) -> None:
+    """Several threads of each rank, each with a group of its own, connect these at once."""
+    everybody, together = [list(range(ranks.size))], threading.Barrier(THREADS)
+    groups = [ranks.part(everybody) for _ in range(THREADS)]
+
+    def first(number: int) -> list[bytes]:
+        together.wait(PATIENCE)
+        return evaluated(groups[number], ranks.rank, number)
+
+    def connected(group: Any) -> Any:
+        together.wait(PATIENCE)
+        return connect(group)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for number, found in enumerate(list(pool.map(first, range(THREADS)))):
+            alone = InProcessGroup[Any](ranks.size).run(lambda comm, i=number: evaluated(comm, comm.rank, i))
+            assert found == alone[ranks.rank], number
+        # one more group, that all threads want first
+        assert len({id(x) for x in pool.map(connected, [ranks.part(everybody)] * THREADS)}) == 1
+    say(ranks.rank, "threads have groups of their own")
 
 
 def meshes(n: int) -> None:
