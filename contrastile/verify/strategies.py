@@ -70,12 +70,12 @@ def _shrink(fails: Callable[[int], bool], subject: Subject) -> None:
     """Draw numbers by hypothesis up to one that fails, and then ever smaller ones."""
     import hypothesis
     from hypothesis.errors import Flaky, NoSuchExample
+    from hypothesis.strategies import integers
 
     settings = hypothesis.settings(max_examples=subject.examples, deadline=None, database=None)
-    numbers = hypothesis.strategies.integers(0, 2**31)
     # a failure that passes when it is run again counts all the same
     with suppress(NoSuchExample, Flaky):
-        hypothesis.find(numbers, fails, settings=settings, random=Random(subject.seed))
+        hypothesis.find(integers(0, 2**31), fails, settings=settings, random=Random(subject.seed))
 
 
 def numbered(case: str) -> int:
