@@ -130,7 +130,7 @@ class Handshake:
         places = tuple(arrays.device(x) if arrays.owns(x) else "a number" for x, _ in numbers)
         agreed["where scale and bias are"] = places
         # without waiting for a device
-        given = [x if at in scalars.READABLE else 0.0 for (x, _), at in zip(numbers, places, strict=True)]
+        given: list[Any] = [x if at in scalars.READABLE else 0.0 for (x, _), at in zip(numbers, places, strict=True)]
         values = [float(x.item() if hasattr(x, "item") else x) for x in given]
         record = self._record(agreed, _WELL, [own[0], *own[1]], values)
         label = self._label(str(settings.get("loss", "")))
