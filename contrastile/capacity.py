@@ -197,7 +197,7 @@ def capacity(setup: Setup) -> Capacity:
         shards, on_gpus = Shards(rows, tuple((m,) for m in rows)), setup.device == "cuda"
         each = setup.ranks.per_host
         hosts = tuple(tuple(range(r, min(r + each, setup.gpus))) for r in range(0, setup.gpus, each))
-        choice = choose_exchange(shards, setup.dim, ITEMSIZE[setup.dtype], may_replicate=on_gpus, hosts=hosts)
+        choice = choose_exchange(shards, setup.dim, ITEMSIZE[setup.dtype], on_gpus=on_gpus, hosts=hosts)
         exchange, reason = choice.exchange, f"exchange {choice.exchange}: {choice.reason}"
     loss = loss_items(setup, backend, exchange)
     ways = tuple(_ways(setup, backend, exchange, loss))

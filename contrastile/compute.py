@@ -15,6 +15,7 @@ from typing import Any
 from contrastile.backends.arrays import ArrayLibrary, transfer
 from contrastile.backends.contract import Array, Backend, Options, Whole
 from contrastile.backends.objectives import STATISTICS
+from contrastile.backends.settings import fits
 from contrastile.plan import Plan
 from contrastile.schedules import (
     beside,
@@ -97,8 +98,6 @@ def gradients(plan: Plan, state: Found, upstream: Any, wanted: local.Wanted) -> 
 
 def may_be_replayed(plan: Plan) -> bool:
     """Whether a step of torch tensors on GPUs may come from graphs, for its size; the same on every rank."""
-    from contrastile.backends.replay import fits
-
     problem, placement = plan.problem, plan.problem.placement
     if problem.blocking is not None or not plan.backend.replayable:
         return False

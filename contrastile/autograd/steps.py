@@ -27,7 +27,6 @@ from contrastile.autograd import functions, operators
 from contrastile.backends.arrays import library_of, transfer
 from contrastile.backends.objectives import STATISTICS
 from contrastile.backends.replay import (
-    FEATURES,
     Captured,
     Copies,
     Signatures,
@@ -36,7 +35,7 @@ from contrastile.backends.replay import (
     may_be_captured,
     record,
 )
-from contrastile.backends.settings import VARIABLES
+from contrastile.backends.settings import FEATURES, VARIABLES
 from contrastile.comm.calls import Label
 from contrastile.comm.communicator import Communicator
 from contrastile.plan import Plan

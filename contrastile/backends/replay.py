@@ -25,9 +25,6 @@ Tensors = Sequence[Any]
 Where = tuple[int, int]
 """A device and a stream."""
 
-WORK, FEATURES = 1 << 38, 1 << 26
-"""Largest problem that is replayed: rows x columns x width, and numbers in its features."""
-
 SETTING = "CONTRASTILE_GRAPHS"
 """The environment variable that turns graphs off: 0."""
 
@@ -65,11 +62,6 @@ def may_be_captured() -> bool:
 def can_capture(x: Any) -> bool:
     """``may_be_captured``, and the tensor is on the current GPU."""
     return x.get_device() >= 0 and may_be_captured() and x.get_device() == torch.cuda.current_device()
-
-
-def fits(m: int, columns: int, d: int) -> bool:
-    """Whether a problem of so many rows and columns of this width is small enough to be replayed."""
-    return 0 < m * columns * d <= WORK and (m + columns) * d <= FEATURES
 
 
 _LARGE = 2**18

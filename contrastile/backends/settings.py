@@ -14,6 +14,14 @@ VARIABLES = WORKSPACE, KEEP, CUPY_KERNELS
 WORKSPACE_MIB = 512
 """The default workspace for G."""
 
+WORK, FEATURES = 1 << 38, 1 << 26
+"""Largest problem that is replayed from CUDA graphs: rows x columns x width, and numbers in its features."""
+
+
+def fits(m: int, columns: int, d: int) -> bool:
+    """Whether a problem of so many rows and columns of this width is small enough to be replayed."""
+    return 0 < m * columns * d <= WORK and (m + columns) * d <= FEATURES
+
 
 def workspace_bytes(options: Options) -> int:
     """Bytes of the workspace for G.

@@ -155,7 +155,7 @@ class Handshake:
             return "gather"
         if self.exchange in SCHEDULES:
             return self.exchange
-        choice = choose_exchange(shards, width, ITEMSIZE[dtype], may_replicate=device == "cuda", hosts=comm.hosts)
+        choice = choose_exchange(shards, width, ITEMSIZE[dtype], on_gpus=device == "cuda", hosts=comm.hosts)
         _log.debug("exchange='auto' is %s: %s", choice.exchange, choice.reason)
         return choice.exchange
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from contrastile.backends.settings import fits
 from contrastile.comm.communicator import Hosts
 from contrastile.schedules.placement import Schedule, Shards
 
@@ -185,9 +186,7 @@ class Choice:
 
 
 @lru_cache(maxsize=64)
-def choose_exchange(
-    shards: Shards, width: int, itemsize: int, *, may_replicate: bool = False, hosts: Hosts = ()
-) -> Choice:
+def choose_exchange(shards: Shards, width: int, itemsize: int, *, on_gpus: bool = False, hosts: Hosts = ()) -> Choice:
     """The choice of ``exchange="auto"``. It depends on what the ranks have in common: every rank makes the same.
 
     On several hosts the fastest is chosen, by the model, of those that keep within ``GATHERED_MIB``.
@@ -196,12 +195,12 @@ def choose_exchange(
         shards: of every rank.
         width: features of a column.
         itemsize: bytes of one.
-        may_replicate: whether the whole loss may be computed on each rank: of features on GPUs.
+        on_gpus: whether the features are: then each rank may compute the whole loss, and small steps are replayed.
         hosts: the ranks of each host; empty for one.
     """
     total = sum(shards.widths)
     work, most = sum(shards.rows) * total * width, REPLICATED[itemsize <= 2]
-    if may_replicate and work <= most:
+    if on_gpus and work <= most:
         return Choice("replicate", f"all {total:,} columns take a GPU less time than the messages of a gather")
     # features; and in the state dtype their gradient, and what the other ranks found of it
     mib = total * width * (itemsize + 2 * max(4, itemsize)) / 2**20
@@ -216,7 +215,9 @@ def choose_exchange(
         of_host = per_host * most * width * (2 * itemsize + 3 * max(4, itemsize)) / 2**20
         if per_host > 1 and of_host <= GATHERED_MIB:
             known.append("two-level")
-        found = {each: seconds(each, ranks, Machine()) for each in known}
+        replayed = on_gpus and fits(max(shards.rows), total, width)
+        machine = Machine(host_ms=0.0) if replayed else Machine()
+        found = {each: seconds(each, ranks, machine) for each in known}
         best = min(known, key=lambda each: found[each])
         each = ", ".join(f"{name} {1e3 * time:,.1f}" for name, time in found.items())
         return Choice(best, f"milliseconds a step by the model: {each}")

@@ -14,6 +14,7 @@ from contrastile.autograd import steps
 from contrastile.backends import replay
 from contrastile.backends.replay import Signatures
 from contrastile.comm.inprocess import InProcess, InProcessGroup
+from contrastile.schedules.placement import SCHEDULES
 
 BEFORE = 3
 """Calls until one is replayed: the last of them is captured."""
@@ -159,10 +160,10 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> steps.Steps:
     return found
 
 
-@pytest.mark.parametrize("exchange", ["replicate", "gather", "ring", "two-level"])
+@pytest.mark.parametrize(("ranks", "exchange"), [(1, "ring"), *((2, how) for how in SCHEDULES)])
 @pytest.mark.parametrize("loss", [clip, of_ids, with_a_queue, views, labelled, additive, of_statistics])
 def test_a_step_over_ranks_from_graphs_has_the_bits_of_a_launched_one(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Any], exchange: str
+    request: pytest.FixtureRequest, loss: Callable[..., Any], ranks: int, exchange: str
 ) -> None:
     """Ranks of 4 and 3 samples; calls in turn, of which only the last is differentiated at once."""
 
@@ -177,11 +178,12 @@ def test_a_step_over_ranks_from_graphs_has_the_bits_of_a_launched_one(
             (-1.5 * value).backward()
         return [x for value, given in results for x in (value.detach(), *(each.grad for each in given))]
 
-    expected = InProcessGroup[list[Any]](2).run(program)
+    expected = InProcessGroup[list[Any]](ranks).run(program)
     graphs = request.getfixturevalue("eager_graphs")
-    for ours, launched in zip(InProcessGroup[list[Any]](2).run(program), expected, strict=True):
+    for ours, launched in zip(InProcessGroup[list[Any]](ranks).run(program), expected, strict=True):
         assert same(ours, launched)
-    assert [x.replays for x in graphs.captured.values()] == [BEFORE + 2] * 2
+    # a loss whose gradients come from the replay before is replayed once
+    assert [x.replays for x in graphs.captured.values()] == [BEFORE + 2] * ranks
 
 
 @pytest.mark.parametrize("others", ["never due", "cannot capture"])

@@ -135,7 +135,9 @@ def chosen(rows: int, hosts: int, per_host: int, blocks: int = 1, itemsize: int 
 
 
 def test_on_several_hosts_the_fastest_is_chosen_that_fits() -> None:
-    assert [chosen(rows, 8, 8) for rows in (256, 4096, 65536)] == ["gather", "two-level", "ring"]
+    assert [chosen(rows, 8, 8) for rows in (256, 1024, 4096, 65536)] == ["gather", "gather", "two-level", "ring"]
+    # from a graph more messages take the host no longer
+    assert [chosen(rows, 8, 8, on_gpus=True) for rows in (256, 1024, 4096)] == ["replicate", *["two-level"] * 2]
     # with one rank per host there is nothing to give each other
     assert chosen(65536, 8, 1) == "ring"
     assert chosen(4096, 1, 8) == "gather"
@@ -150,5 +152,5 @@ def test_small_problems_of_gpus_are_replicated_by_auto() -> None:
         (2048, 1, 4, "replicate"),
         (2056, 1, 4, "gather"),
     ):
-        assert chosen(rows, 1, 2, blocks, itemsize, may_replicate=True) == expected
+        assert chosen(rows, 1, 2, blocks, itemsize, on_gpus=True) == expected
     assert timing.REPLICATED[True] == 16384**2 * 512
