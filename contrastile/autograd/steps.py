@@ -286,16 +286,15 @@ class Steps(Signatures[Step]):
         ranks, rows = placement.communicator, problem.rows
         if not ranks.captures or not compute.may_be_replayed(plan):
             return functions.eager_loss(plan, grad=grad)
-        given, wanted = functions.asked(problem, grad=grad)
-        # vectors may be one array for both directions; features and scales have gradients of their own
-        features = [x for x in given if x is not None]
-        vectors = {id(x): x for x in problem.vectors if x is not None}
-        tensors = [*features, *vectors.values()]
-        wants = [grad and x.requires_grad for x in features] + [False] * len(vectors)
-        number = {key: len(features) + i for i, key in enumerate(vectors)}
-        own = iter(range(len(features)))
-        first, last = ([None if x is None else next(own) for x in xs] for xs in (given[:3], problem.columns))
-        at = [*first, *[None if x is None else number[id(x)] for x in problem.vectors], *last]
+        _, wanted = functions.asked(problem, grad=grad)
+        arrays = problem.arrays()
+        # features, scale and bias have gradients of their own; vectors may be one array for both directions
+        own = {0, 1, 2, *range(len(arrays) - len(problem.columns), len(arrays))}
+        names = [i if i in own else id(x) for i, x in enumerate(arrays)]
+        each = {name: x for name, x in zip(names, arrays, strict=True) if x is not None}
+        place = {name: i for i, name in enumerate(each)}
+        tensors, at = [*each.values()], [place.get(name) for name in names]
+        wants = [grad and name in own and x.requires_grad for name, x in each.items()]
         form = problem.kind, problem.match, problem.margin, problem.smoothing, problem.whole, plan.name, plan.options
         around: tuple[Any, ...] = _around(rows.get_device()) if can_capture(rows) else ()
         key = form, replace(placement, call=Label()), wanted, around, *at, *[(x.dtype, x.shape) for x in tensors]
