@@ -11,7 +11,7 @@ import torch
 
 import contrastile
 from contrastile.autograd import steps
-from contrastile.backends import replay
+from contrastile.backends import replay, settings
 from contrastile.backends.replay import Signatures
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.schedules.placement import SCHEDULES
@@ -184,6 +184,37 @@ def test_a_step_over_ranks_from_graphs_has_the_bits_of_a_launched_one(
         assert same(ours, launched)
     # a loss whose gradients come from the replay before is replayed once
     assert [x.replays for x in graphs.captured.values()] == [BEFORE + 2] * ranks
+
+
+@pytest.mark.parametrize("other", ["shape", "dtype", "margin", "frozen", "reduction", "stream", *settings.VARIABLES])
+def test_what_differs_is_another_step(other: str, eager_graphs: steps.Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(comm: InProcess, seed: int, differs: Sequence[str]) -> None:
+        how: dict[str, Any] = {"margin": 0.1 if "margin" in differs else 0.2}
+        how |= {"parameter_reduction": "sum"} if "reduction" in differs else {}
+        image, text = (x[: 4 if "shape" in differs else 5] for x in drawn(seed, 5, 5))
+        if "dtype" in differs:
+            image, text = image.double(), text.double()
+        leaves = [x.requires_grad_() for x in ((image,) if "frozen" in differs else (image, text))]
+        value = contrastile.clip_loss(image, text, 2.0, group=comm, **how)
+        with monkeypatch.context() as launched:
+            launched.setattr(steps, "can_capture", lambda x: False)
+            expected = contrastile.clip_loss(image, text, 2.0, group=comm, **how)
+        found, wanted = ([x, *torch.autograd.grad(x, leaves)] for x in (value, expected))
+        assert same(found, wanted)
+
+    def program(comm: InProcess) -> None:
+        for seed in range(BEFORE):
+            call(comm, seed, ())
+        assert len(eager_graphs.captured) == 1
+        if other == "stream":
+            monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 8)
+        elif other in settings.VARIABLES:
+            monkeypatch.setenv(other, "3")
+        for seed in range(BEFORE):
+            call(comm, seed, (other,))
+        assert len(eager_graphs.captured) == 2
+
+    InProcessGroup[None](1).run(program)
 
 
 @pytest.mark.parametrize("others", ["never due", "cannot capture"])
