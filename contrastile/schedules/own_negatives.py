@@ -13,15 +13,18 @@ from types import ModuleType
 
 from contrastile.backends.arrays import library_of
 from contrastile.backends.bars import bars_of
-from contrastile.backends.contract import Array, Backend, SideStatistics, state_dtype
+from contrastile.backends.contract import Array, Options, SideStatistics, state_dtype
 from contrastile.backends.pairs import head, pair
+from contrastile.backends.settings import workspace_bytes
 from contrastile.schedules import blocked, gather, local, ring
 from contrastile.schedules.beside import alongside
 from contrastile.schedules.problem import Problem
 from contrastile.schedules.sums import finalize_loss, gradients_over_ranks, scaled_weights
 
 ELEMENTS = 2**22
-"""Features of own columns that are widened to the state dtype at a time."""
+"""Least number of features of own columns that are widened to the state dtype at a time."""
+BYTES = 32
+"""Of the workspace for each of them on a GPU, where few large operations pay: four such arrays take half of it."""
 
 
 def _shared(problem: Problem) -> tuple[ModuleType, Problem, slice]:
@@ -33,7 +36,7 @@ def _shared(problem: Problem) -> tuple[ModuleType, Problem, slice]:
     return module, replace(problem, columns=problem.columns[which], own_counts=None), which
 
 
-def _chunks(problem: Problem) -> Iterator[tuple[slice, Array, Array, Array, Array]]:
+def _chunks(problem: Problem, options: Options) -> Iterator[tuple[slice, Array, Array, Array, Array]]:
     """Some rows at a time, where the features are, and their own columns: first, where there is one, the positive.
 
     Gives the rows' place, their features (h, d) and the columns' (h, c, d) in the state dtype, 0 where there is no
@@ -44,7 +47,10 @@ def _chunks(problem: Problem) -> Iterator[tuple[slice, Array, Array, Array, Arra
     state, each, width = state_dtype(source.dtype(own)), own.shape[0] // max(m, 1), own.shape[1]
     counts, scale = alongside(problem.own_counts, own), source.cast(alongside(problem.scale, own), "float64")
     limits = None if problem.row_limits is None else alongside(problem.row_limits, own)
-    numbers, rows = source.arange(0, each, own), max(1, ELEMENTS // (width * max(1, first + each)))
+    numbers, most = source.arange(0, each, own), ELEMENTS
+    if source.device(own) != "cpu":
+        most = max(most, workspace_bytes(options) // BYTES)
+    rows = max(1, most // (width * max(1, first + each)))
     rows = rows if problem.blocking is None else min(rows, problem.blocking.block)
     for start in range(0, m, rows):
         here = slice(start, min(start + rows, m))
@@ -59,12 +65,13 @@ def _chunks(problem: Problem) -> Iterator[tuple[slice, Array, Array, Array, Arra
         yield here, q, k, x, counted if limits is None else counted & ~(x > limits[here][:, None])
 
 
-def _statistics(problem: Problem, backend: Backend) -> SideStatistics:
+def _statistics(problem: Problem, work: local.Work) -> SideStatistics:
     """Those of the rows over their own columns, beside the scale."""
+    backend, options = work
     m, source = problem.rows.shape[0], library_of(problem.rows)
     xp, dtype = source.module, source.dtype(problem.rows)
     n, p = (source.full((m, 2), -math.inf, "float64", problem.rows) for _ in range(2))
-    for here, _, _, x, counted in _chunks(problem):
+    for here, _, _, x, counted in _chunks(problem, options):
         seen = source.where(counted, x, -math.inf)
         if seen.shape[1]:
             top = xp.amax(seen, 1)
@@ -80,7 +87,7 @@ def _statistics(problem: Problem, backend: Backend) -> SideStatistics:
 
 def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
     """The softmax loss, of ranks the global one, and the log-sum-exps of all columns: see ``local.forward``."""
-    arrays, rows = work.backend.arrays, _statistics(problem, work.backend)
+    arrays, rows = work.backend.arrays, _statistics(problem, work)
     module, shared, which = _shared(problem)
     if shared.columns:
         wants = None if wanted is None else replace(wanted, columns=wanted.columns[which])
@@ -109,7 +116,7 @@ def backward(
         source.empty(tuple(x.shape), dtype, x) if want else None
         for x, want in zip((problem.columns[0], own), (first and wanted.columns[0], wanted.columns[-1]), strict=True)
     )
-    for here, q, k, x, counted in _chunks(problem):
+    for here, q, k, x, counted in _chunks(problem, work.options):
         bar = by_n[here][:, None]
         G = source.where(counted & (bar != 0), bar * xp.exp((x - n[here, :1]) - n[here, 1:]), 0.0)
         if first:
