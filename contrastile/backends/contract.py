@@ -327,6 +327,7 @@ LseFunction = Callable[[Block, bool, Options], Statistics]
 GradientsFunction = Callable[[Block, Weights, "Array | None", "Array | None", Options], None]
 SigmoidFunction = Callable[[Block, Array, "Array | None", "Array | None", Options], tuple[Array, Array]]
 FinishedFunction = Callable[[Block, Weights, "Array | None", "ColumnForm | None", Options], Finished]
+ColumnsFunction = Callable[[Block, Weights, Array, Options], Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,6 +411,9 @@ class Backend:
             a block with every column of its rows. No accumulators are filled with zeros, and no (m, d) sums are held.
             ``upstream``, 0-d in the state dtype or None for 1, multiplies every weight and bar; ``columns`` says what
             to make of the columns' side.
+        finished_columns: None, or ``finished_columns(block, weights, row_gradient, options)``: for a block with every
+            row of its columns, among others with the same rows. It adds to the rows' gradient as ``gradients`` does,
+            and returns the columns' as ``finished`` does for "gradient".
         keeping: None, or ``lse`` for a call that will ask for gradients: its statistics may hold ``kept``, which comes
             back in the weights, any number of times. It may be overwritten there, but the same call must give the same
             gradients each time. A backend with ``finished`` is asked only for a block with every column of its rows,
@@ -444,6 +448,7 @@ class Backend:
     precisions: frozenset[str] = frozenset({"ieee"})
     auto_precision: str = "ieee"
     finished: FinishedFunction | None = None
+    finished_columns: ColumnsFunction | None = None
     keeping: LseFunction | None = None
     keeps: KeepsFunction | None = None
     rows_alone: Callable[[int, str, Options], bool] | None = None

@@ -216,13 +216,19 @@ def backward(problem: Problem, saved: Forward, upstream: Array, wanted: Wanted, 
         return Gradients(found.rows, (found.columns,), scale, None)
     weighted = problem.weighted(upstream)
     row_sum = row_accumulator(backend, problem, wanted)
-    column_sums = []
+    column_sums: list[Array | None] = []
+    finished: list[Array | None] = []
     for number, ((where, block), want) in enumerate(zip(weighted.blocks(), wanted.columns, strict=True)):
-        column_sums.append(accumulator(backend, block.columns, want))
-        backend.gradients(block, _weights(weighted, saved, where, number, arrays), row_sum, column_sums[-1], options)
+        weights = _weights(weighted, saved, where, number, arrays)
+        at_once = backend.finished_columns if want and row_sum is not None else None
+        column_sums.append(accumulator(backend, block.columns, want and at_once is None))
+        if at_once is None:
+            backend.gradients(block, weights, row_sum, column_sums[-1], options)
+        finished.append(None if at_once is None else at_once(block, weights, row_sum, options))
     # the upstream gradient is in the weights already, and a softmax does not depend on a bias
-    sums = Sums(row_sum, tuple(column_sums), None)
-    return gradients_from_sums(problem, sums, None, wanted, arrays)
+    summed = gradients_from_sums(problem, Sums(row_sum, tuple(column_sums), None), None, wanted, arrays)
+    columns = (x if y is None else y for x, y in zip(summed.columns, finished, strict=True))
+    return replace(summed, columns=tuple(columns))
 
 
 def kept_by(parts: Sequence[Array | None]) -> tuple[Array | None, ...]:

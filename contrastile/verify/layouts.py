@@ -144,7 +144,9 @@ def called_twice(backend: Backend) -> Backend:
 
     # ``finished`` has no accumulators, and what is kept beside it is for it
     keeping = backend.keeping if backend.finished is None else None
-    return around(replace(backend, finished=None, keeping=keeping), twice, "gradients", "sigmoid")
+    return around(
+        replace(backend, finished=None, finished_columns=None, keeping=keeping), twice, "gradients", "sigmoid"
+    )
 
 
 def expanded(backend: Backend) -> Backend:

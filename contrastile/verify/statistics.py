@@ -55,7 +55,7 @@ def bars(trial: Trial) -> Comparisons:
         raise SkipError("the sigmoid loss has no statistics")
     trial.only_finite()
     subject, problem, random = trial.subject, replace(trial.problem, kind="statistics"), trial.random()
-    forms = {"gradients": replace(subject.backend, finished=None)}
+    forms = {"gradients": replace(subject.backend, finished=None, finished_columns=None)}
     if subject.backend.finished is not None:
         forms["finished"] = subject.backend
     for label, by_spread in (("drawn", 1.0), ("without D", 0.0)):

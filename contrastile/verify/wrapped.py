@@ -9,7 +9,7 @@ from typing import Any
 from contrastile.backends import registry
 from contrastile.backends.contract import Backend, Block, Options, UnsupportedProblemError
 
-PRIMITIVES = ("lse", "keeping", "gradients", "finished", "sigmoid")
+PRIMITIVES = ("lse", "keeping", "gradients", "finished", "finished_columns", "sigmoid")
 
 RECORDED: list[tuple[Block, Options]] = []
 """What the primitives of a backend of the name ``contrastile.verify.wrapped:recorded@BACKEND`` were given."""

@@ -1,4 +1,4 @@
-"""``gradients`` and ``finished``, the backward: G chunk by chunk into a fixed workspace, then two products.
+"""``gradients`` and its finished forms: G chunk by chunk into a fixed workspace, then two products.
 
 Rows whose exponentials the forward pass has kept come first, all at once and without G: see ``keeping``. Where only the
 rows' gradient is wanted, of narrow features on Hopper, one kernel forms G and multiplies it, and G is never in memory.
@@ -51,7 +51,8 @@ def gradients(
         dense = row_gradient is not None and row_gradient.strides[1] == row_gradient.itemsize
         with on_device(block.rows):
             one = _BackwardPass(block, weights, options, only_rows=dense and column_gradient is None)
-            one.add_gradients(row_gradient, column_gradient)
+            columns = None if column_gradient is None else _Columns(one, "sums", column_gradient)
+            one.add_gradients(row_gradient, columns)
 
 
 @side_by_side
@@ -71,6 +72,18 @@ def finished(
         kept = KeptExponentials.of(usable, block.columns.shape[0])
         one = _BackwardPass(block, weights, options, upstream, kept, only_rows=columns is None)
         return one.final_gradients(columns)
+
+
+@side_by_side
+def finished_columns(block: Block, weights: Weights, row_gradient: Array, options: Options) -> Array:
+    """Adds G K, and returns the columns' gradient: see ``contract.Backend``."""
+    if block.rows.shape[0] == 0 or block.columns.shape[0] == 0:
+        return no_gradients(block, "gradient", ARRAYS).columns
+    with on_device(block.rows):
+        one = _BackwardPass(block, weights, options, only_rows=False)
+        columns = _Columns(one, "gradient")
+        one.add_gradients(row_gradient, columns)
+        return columns.done()
 
 
 def scale_gradient(plan: Any, x: Any, divide: bool) -> None:
@@ -169,19 +182,20 @@ class _BackwardPass:
         blocks = sum(ceil_div(x, THREADS) for x in lengths)
         launch(instance("epilogue_scales", "epilogue_scales"), blocks, THREADS, scales)
 
-    def add_gradients(self, row_gradient: Any, column_gradient: Any) -> None:
+    def add_gradients(self, row_gradient: Any, columns: _Columns | None) -> None:
         """Add to the gradients that are wanted."""
-        with gradient_scaling((row_gradient, column_gradient), self.dtype, partial(scale_gradient, self.plan)):
+        added = row_gradient, None if columns is None else columns.given
+        with gradient_scaling(added, self.dtype, partial(scale_gradient, self.plan)):
             if self.narrow:
                 self.tiles.narrow_gradient(self._arguments(Chunk(0, 0, self.m, self.n)), row_gradient, fresh=False)
                 return
-            for g, (row, column, high, wide) in self._chunks():
+            for g, chunk in self._chunks():
+                row, column, high, wide = chunk
                 if row_gradient is not None:
                     k = self.tiles.columns[column : column + wide]
                     self.products.accumulate(row_gradient[row : row + high], g, k)
-                if column_gradient is not None:
-                    q = self.tiles.rows[row : row + high]
-                    self.products.accumulate(column_gradient[column : column + wide], g, q, transposed=True)
+                if columns is not None:
+                    columns.add(g, chunk)
 
     def final_gradients(self, form: ColumnForm | None) -> Finished:
         """Both gradients, overwriting and not adding."""
@@ -291,22 +305,24 @@ class _Rows:
 
 
 class _Columns:
-    """The columns' side of ``final_gradients``.
+    """The columns' side: sums that are ``given`` and added to, or new ones.
 
     Where one chunk holds all rows, a single product makes a gradient of 16 bits itself and no sums are held; kept
     exponentials begin sums. That of float32 is its sums times the scale, in place: what stands for a factor of 0 before
     cuBLAS would show in it.
     """
 
-    def __init__(self, owner: _BackwardPass, form: ColumnForm | None) -> None:
-        self.owner, self.form = owner, form
+    def __init__(self, owner: _BackwardPass, form: ColumnForm | None, given: Any = None) -> None:
+        self.owner, self.form, self.given = owner, form, given
         shape, wide = (owner.n, owner.tiles.columns.shape[1]), owner.dtype == "float32"
         alone = owner.start == 0 and owner.height >= owner.m
         once = form is None or (form == "gradient" and alone and not wide)
         # where all sums come at once, and are cast, they may come in parts
         whole = form == "gradient" and owner.start == owner.m
         self.shares = weighted_shares(*shape, owner.m) if whole else 1
-        self.sums = None if once else cupy.empty((self.shares * owner.n, shape[1]), "float32")
+        self.sums = given
+        if given is None and not once:
+            self.sums = cupy.empty((self.shares * owner.n, shape[1]), "float32")
         self.shape, dtype = shape, owner.tiles.columns.dtype
         self.out: Any = cupy.empty(shape, dtype) if form == "gradient" and self.sums is None else self.sums
 
@@ -315,7 +331,8 @@ class _Columns:
         row, column, high, wide = chunk
         here, q = slice(column, column + wide), self.owner.tiles.rows[row : row + high]
         if self.sums is not None:
-            self.owner.products.accumulate(self.sums[here], g, q, transposed=True, fresh=row == 0)
+            fresh = row == 0 and self.given is None
+            self.owner.products.accumulate(self.sums[here], g, q, transposed=True, fresh=fresh)
         elif self.out is not None:
             factors = plan_field(self.owner.plan, "blas_scale"), plan_field(self.owner.plan, "zero")
             self.owner.products.write(self.out[here], g, q, factors)

@@ -8,7 +8,7 @@ import cupy
 
 from contrastile.backends.contract import Accuracy, Backend, BackendUnavailableError, Footprint, Options
 from contrastile.backends.cupy.arrays import ARRAYS
-from contrastile.backends.cupy.backward_pass import finished, gradients
+from contrastile.backends.cupy.backward_pass import finished, finished_columns, gradients
 from contrastile.backends.cupy.build import nvrtc_version
 from contrastile.backends.cupy.configs import footprint, kernel_family, narrow, uses_hopper_kernels
 from contrastile.backends.cupy.forward_pass import lse
@@ -101,6 +101,7 @@ backend = Backend(
     supports=supports,
     precisions=frozenset(ARITHMETICS),
     finished=finished,
+    finished_columns=finished_columns,
     keeping=partial(lse, keep=True),
     keeps=_keeps,
     rows_alone=_rows_alone,

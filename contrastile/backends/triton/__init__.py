@@ -10,7 +10,7 @@ from __future__ import annotations
 from contrastile.backends.contract import PRECISIONS, Accuracy, Backend, Options, Search
 from contrastile.backends.passes import own_references, supports
 from contrastile.backends.triton.arrays import ARRAYS
-from contrastile.backends.triton.backward_pass import finished, gradients
+from contrastile.backends.triton.backward_pass import finished, finished_columns, gradients
 from contrastile.backends.triton.configs import INTERPRETED
 from contrastile.backends.triton.forward_pass import lse
 from contrastile.backends.triton.operands import footprint
@@ -56,6 +56,7 @@ backend = Backend(
     precisions=frozenset(PRECISIONS if INTERPRETED else ("tf32", "split")),
     auto_precision="ieee" if INTERPRETED else "split",
     finished=finished,
+    finished_columns=finished_columns,
     replayable=True,
     footprint=footprint,
     contract=2,

@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""``gradients``, the backward primitive: G chunk by chunk into a fixed workspace, then the two products."""
+"""``gradients`` and its finished forms: G chunk by chunk into a fixed workspace, then the two products."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def gradients(
     wanted = row_gradient is not None or column_gradient is not None
     if wanted and block.rows.shape[0] and block.columns.shape[0]:
         with on_device(block.rows):
-            _BackwardPass(block, weights, options).add_gradients(row_gradient, column_gradient)
+            one = _BackwardPass(block, weights, options)
+            columns = None if column_gradient is None else _Columns(one, "sums", column_gradient)
+            one.add_gradients(row_gradient, columns)
 
 
 @side_by_side
@@ -41,6 +43,18 @@ def finished(
         return no_gradients(block, columns, ARRAYS)
     with on_device(block.rows):
         return _BackwardPass(block, weights, options, upstream).final_gradients(columns)
+
+
+@side_by_side
+def finished_columns(block: Block, weights: Weights, row_gradient: Array, options: Options) -> Array:
+    """Adds G K, and returns the columns' gradient: see ``contract.Backend``."""
+    if block.rows.shape[0] == 0 or block.columns.shape[0] == 0:
+        return no_gradients(block, "gradient", ARRAYS).columns
+    with on_device(block.rows):
+        one = _BackwardPass(block, weights, options)
+        columns = _Columns(one, "gradient")
+        one.add_gradients(row_gradient, columns)
+        return columns.done()
 
 
 def scale_gradient(plan: Any, x: Any, divide: bool) -> None:
@@ -113,19 +127,19 @@ class _BackwardPass(BlockPass):
             **flags, HALF=half, EXACT=self.exact, BLOCK=BLOCK,
         )  # fmt: skip
 
-    def add_gradients(self, row_gradient: Any, column_gradient: Any) -> None:
+    def add_gradients(self, row_gradient: Any, columns: _Columns | None) -> None:
         """Add to the gradients that are wanted."""
         walk = Chunks(self.sides, self.scheme, self.gradient, self.options)
-        scale = partial(scale_gradient, self.plan)
-        with gradient_scaling((row_gradient, column_gradient), self.scheme.dtype, scale):
+        added = row_gradient, None if columns is None else columns.given
+        with gradient_scaling(added, self.scheme.dtype, partial(scale_gradient, self.plan)):
             for g, chunk in walk:
                 row, column, high, wide = chunk
                 self._form(walk, g, chunk)
                 if row_gradient is not None:
                     k = self.sides[1].factors(column, wide)
                     accumulate(row_gradient[row : row + high], g, k, self.product)
-                if column_gradient is not None:
-                    self.add_columns(column_gradient[column : column + wide], g, chunk)
+                if columns is not None:
+                    columns.add(g, chunk)
 
     def final_gradients(self, form: ColumnForm | None) -> Finished:
         """Both gradients, overwriting and not adding."""
@@ -168,11 +182,6 @@ class _BackwardPass(BlockPass):
         if self.values is not None:
             self._positives(g, chunk)
 
-    def add_columns(self, out: Any, g: list[Any], chunk: Chunk, *, fresh: bool = False) -> None:
-        """``out += G^T Q`` over a chunk, or ``=`` if ``fresh``."""
-        q = self.sides[0].factors(chunk.row, chunk.height)
-        accumulate(out, g, q, self.product, transposed=True, fresh=fresh)
-
     def _tiles(self, walk: Chunks, g: list[Any], chunk: Chunk) -> None:
         config, masks = self.gradient, self.masks
         backward.gradient_tiles[grid(chunk.height, chunk.width, config, self.rows)](
@@ -190,17 +199,19 @@ class _BackwardPass(BlockPass):
 
 
 class _Columns:
-    """The columns' side of ``final_gradients``: sums in float32."""
+    """The columns' side, sums in float32: those that are ``given`` and added to, or new ones."""
 
-    def __init__(self, owner: _BackwardPass, form: ColumnForm | None) -> None:
-        self.owner, self.form, x = owner, form, owner.columns
-        self.sums: Any = None if form is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    def __init__(self, owner: _BackwardPass, form: ColumnForm | None, given: Any = None) -> None:
+        self.owner, self.form, self.given, self.sums, x = owner, form, given, given, owner.columns
+        if form is not None and given is None:
+            self.sums = torch.empty(x.shape, dtype=torch.float32, device=x.device)
 
     def add(self, g: list[Any], chunk: Chunk) -> None:
         """Add a chunk of G."""
-        row, column, _, wide = chunk
+        row, column, high, wide = chunk
         if self.sums is not None:
-            self.owner.add_columns(lines(self.sums, column, wide), g, chunk, fresh=row == 0)
+            q, part = self.owner.sides[0].factors(row, high), lines(self.sums, column, wide)
+            accumulate(part, g, q, self.owner.product, transposed=True, fresh=row == 0 and self.given is None)
 
     def done(self) -> Any:
         """The sums or the gradient, as ``form`` says."""
