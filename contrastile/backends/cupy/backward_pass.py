@@ -74,7 +74,6 @@ def finished(
         return one.final_gradients(columns)
 
 
-@side_by_side
 def finished_columns(block: Block, weights: Weights, row_gradient: Array, options: Options) -> Array:
     """Adds G K, and returns the columns' gradient: see ``contract.Backend``."""
     if block.rows.shape[0] == 0 or block.columns.shape[0] == 0:
