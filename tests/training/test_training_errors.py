@@ -75,7 +75,7 @@ def squares(a: Tensor, scale: float) -> Tensor:
     return (a * a).mean()
 
 
-# what needs no encoder is refused in tests/provocations.txt
+# what needs no encoder is refused in contrastile/verify/calls.txt
 BEFORE: list[tuple[Callable[[Net], Any], str]] = [
     (lambda n: step((n,), (X * n.weight.sum(),)), "inputs must have no graph"),
     (lambda n: step(n, X * n.weight.sum(), split=torch.split), "inputs must have no graph"),
@@ -205,9 +205,3 @@ def test_an_encoder_with_a_generator_of_its_own_is_refused(draw: Callable[..., T
     with pytest.raises(ValueError, match=told) if refused else nullcontext():
         step((lambda x: net(x) * draw(len(x), WIDTH),), (X,), squares)
     assert not refused or net.weight.grad is None
-
-
-def test_batch_norm_without_running_averages_is_warned_of_in_eval_mode_too() -> None:
-    net = nn.Sequential(nn.Linear(4, WIDTH), nn.BatchNorm1d(WIDTH, track_running_stats=False)).eval()
-    with pytest.warns(UserWarning, match=r"^BatchNorm1d '1' computes a chunk otherwise .* needs running averages"):
-        step((net,), (X,), squares)
