@@ -1,16 +1,17 @@
-"""Calls of the public API of which ``calls.txt`` says what comes of them: this verify and the tests hold them to it.
+"""Calls of the public API of which ``calls.txt`` says what comes of them: verify and the tests hold them to it.
 
 Each line of the text is a call. Above the calls stands what is known of them, the array libraries to try and, after
 "without", a package to hide:
 
-* an error's name: they raise it. Where there is ``each``, its first option is right, and is computed before;
+* an error's name: they raise it, and it says what is below the call, if anything. Where there is ``each``, its first
+  option is right, and is computed before;
 * same: whatever option of ``each`` is taken, the results and the gradients of the features have the same bits;
 * apart: where two ranks take different options of ``each``, both raise the same MismatchError;
 * true: so is their value;
 * signature: so a callable is written, with the defaults.
 
-Calls see ``contrastile``, ``torch``, ``np``, ``Fraction``, ``InProcessGroup``, ``each`` and, from one array library,
-``image`` and ``text`` (6, 5), ``key`` (11, 5) and ``labels`` (6,).
+Calls see ``contrastile``, ``torch``, ``np``, ``Fraction``, ``partial``, ``InProcessGroup``, ``each`` and, from one
+array library, ``image`` and ``text`` (6, 5), ``key`` (11, 5) and ``labels`` (6,).
 """
 
 from __future__ import annotations
@@ -46,12 +47,13 @@ _SAYS = re.compile(r"(?s).*( must |is not available|refuses this problem).*(\bgo
 
 @dataclass(frozen=True)
 class Call:
-    """A call, what is known of it, the array libraries to try, and a package to hide."""
+    """A call, what is known of it, the array libraries to try, a package to hide, and what its error says."""
 
     text: str
     known: str
     libraries: tuple[str, ...] = ()
     without: str = ""
+    says: str = ""
 
     @cached_property
     def error(self) -> type[Exception] | None:
@@ -114,7 +116,13 @@ def namespace(library: str, door: Callable[..., Any] | None = None, each: Each |
         for name, rows in (("image", 6), ("text", 6), ("key", 11))
     }
     arrays["labels"] = np.array([0, 1, 0, 2, 2, 7])
-    made = {"InProcessGroup": InProcessGroup, "np": np, "Fraction": Fraction, "each": each or Each()}
+    made = {
+        "InProcessGroup": InProcessGroup,
+        "np": np,
+        "Fraction": Fraction,
+        "partial": partial,
+        "each": each or Each(),
+    }
     if library == "torch":
         import torch
 
@@ -128,7 +136,9 @@ def read(text: str) -> dict[str, list[Call]]:
     found: dict[str, list[Call]] = {}
     title, like = "", Call("", "")
     for line in filter(None, text.splitlines()):
-        if line.startswith(" "):
+        if line.startswith(8 * " "):
+            found[title][-1] = replace(found[title][-1], says=line.strip())
+        elif line.startswith(" "):
             found[title].append(replace(like, text=line.strip()))
         elif line.startswith("== "):
             title = line[3:]
@@ -197,6 +207,9 @@ def _judged(call: Call, library: str, door: Callable[..., Any] | None) -> str | 
     try:
         eval(call.code, seen)
     except Exception as error:
+        own = isinstance(error, MismatchError) or "value_and_grad(" in str(error)
+        if call.says and call.says != str(error) and not (door and own):
+            return f"it says {error}"
         kinds = call.error, *[MismatchError] * (door is _of_one and call.error is ValueError)
         says = type(error) in kinds and (_SAYS.match(str(error)) or call.error not in (TypeError, ValueError))
         return process.changed(before, process.modes()) if says else f"raised {one_line(error)}"
