@@ -1,6 +1,6 @@
 """What is refused, from ``contrastile/verify/calls.txt``, and what the errors say: docs/reference/errors.md has them.
 
-Calls see ``distributed``, too; and no package that is installed here shows in the messages.
+No package that is installed here shows in the messages.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import torch
-import torch.distributed.tensor
+import torch.distributed.tensor  # noqa: F401 - calls name it
 
 from contrastile.backends import registry
 from contrastile.verify.calls import TEXT, Call, Each, namespace, read
@@ -31,21 +30,12 @@ def message(call: Call, library: str = "torch") -> str:
     with _world(call.without), warnings.catch_warnings(action="ignore"):
         try:
             # the expressions are the ones in the file
-            eval(call.text, namespace(library, each=Each(99)) | {"distributed": distributed})
+            eval(call.text, namespace(library, each=Each(99)))
         except call.error as error:
             if type(error) is call.error:
                 return str(error)
             raise
     raise AssertionError(f"nothing raised by {call.text}")
-
-
-def distributed(x: torch.Tensor) -> torch.Tensor:
-    """A DTensor, on a mesh of one process."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    made = torch.distributed.tensor.distribute_tensor(x, mesh, [torch.distributed.tensor.Shard(0)])
-    torch.distributed.destroy_process_group()
-    return made
 
 
 @contextlib.contextmanager

@@ -55,8 +55,6 @@ def test_distillation_is_of_the_whole_batch_also_in_blocks() -> None:
         distill = module(*alone, *torch.tensor(teacher), 3.0, output_dict=True)["distill_loss"]
         for here, right in zip([distill.item(), *torch.autograd.grad(distill, alone)], exact, strict=False):
             assert abs(np.asarray(here) - right).max() <= 1e-14
-    with pytest.raises(ValueError, match=r"^DistillClipLoss must have no margin, got one; add a ClipLoss of it"):
-        contrastile.nn.DistillClipLoss(margin=0.1)
 
 
 @pytest.mark.usefixtures("primitives")

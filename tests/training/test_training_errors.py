@@ -99,8 +99,6 @@ AFTER: list[tuple[Callable[[Net], Any], str]] = [
         lambda n: step((lambda x: n(x["x"].sub_(1)),), (training.stream({"x": X.clone()}, 2, "cpu"),), chunk=None),
         "inputs and parameters must stay as they are",
     ),
-    (lambda n: step((n,), (X,), of_one, metrics=("rank@1",)), "two .b, d. embeddings, got 1"),
-    (lambda n: step((n, n), (X, X), of_one, scale=None, metrics=("scale",)), "must have a scale to show, got none"),
     (lambda n: training.embed((n,), (X,), 2)[1]([X[:3]]), r"its output's shape \(6, 3\), got \(3, 4\)"),
     (lambda n: step(n, X, of_one, backward=Engine(1).backward), "^backward must be left out with DeepSpeed"),
     (lambda n: step((n, Engine(1)), (X, X), backward=torch.autograd.backward), "DeepSpeed, whose engine makes it"),
