@@ -95,9 +95,6 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
     }
     right: _Arguments = losses.clip_loss, [*pair, 10.0], {}
     beside: dict[str, _Arguments] = {"more negatives": (losses.info_nce, [*pair, 10.0], {})}
-    beside["another bias"], differences["another bias"] = (
-        (losses.sigmoid_loss, [*pair, 10.0], {"bias": x}) for x in (0.1, 0.2)
-    )
     if subject.device == "cpu":
         beside["a positive that is no column"] = losses.info_nce, [*pair, 10.0], {"positives": ids}
         bad = losses.info_nce, [*pair, 10.0], {"positives": ids + 4 * world.size}
