@@ -6,7 +6,7 @@ Each line of the text is a call. Above the calls stands what is known of them, t
 * an error's name: they raise it, and it says what is below the call, if anything. Where there is ``each``, its first
   option is right, and is computed before;
 * same: whatever option of ``each`` is taken, the results and the gradients of the features have the same bits;
-* apart: where the second and third of three ranks take another option of ``each``, all raise the same MismatchError;
+* apart: where the first of two ranks, or of three, takes another option of ``each``, all raise one MismatchError;
 * true: so is their value;
 * signature: so a callable is written, with the defaults.
 
@@ -194,11 +194,11 @@ def _judged(call: Call, library: str, door: Callable[..., Any] | None) -> str | 
     each = Each()
     seen = namespace(library, door, each)
     if call.known == "apart":
-        try:
-            told = InProcessGroup[str](3).run(partial(_of_rank, call, library))
-        except Exception as error:
-            return f"raised {one_line(error)}"
-        return None if all(told) and set(told) == {call.says or told[0]} else f"the ranks raised {told}"
+        for size in (2, 3):
+            told = InProcessGroup[str](size).run(partial(_of_rank, call, library))
+            if not all(told) or set(told) != {(size == 3 and call.says) or told[0]}:
+                return f"the ranks raised {told}"
+        return None
     if call.error is None:
         try:
             first = _result(eval(call.code, seen), seen)
