@@ -124,7 +124,8 @@ def form_of(
         "margin": validation.option("margin", margin, -sys.float_info.max, sys.float_info.max) or None,
     }
     agreed = {"ids_are": ids_are, "sum_positives": sum_positives, "weights": weights is not None, "threshold": limit}
-    return form, {**agreed, "label_smoothing": smoothing, "margin": form["margin"]}
+    agreed = {**agreed, "label_smoothing": smoothing, "margin": form["margin"]}
+    return form, {name: x for name, x in agreed.items() if x not in (None, False, "false_negatives", "outside")}
 
 
 Deep = tuple[str, tuple[int, int, int]]

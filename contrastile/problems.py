@@ -61,11 +61,12 @@ def clip(
     same = None if ids is None else check.integers("ids", ids, m, "pair", arrays, rows)
     factor = check.scalar("scale", scale, arrays, state, rows)
     of_guide = check.guide(guide, (m, m), arrays, rows)
+    each = None if weights is None else check.floats("weights", weights, m, "pair", arrays, rows)
     has = {"ids": ids is not None, "guide": _width(of_guide), **agreed}
     met = world.meet(arrays, rows, (columns,), (scale, factor), loss="clip_loss", **has)
     u, weight, target, positives = _equal(check, arrays, 0.5 / met.rows, met.start, met.start + m, state, rows)
-    if weights is not None:
-        weight = _shares(world, arrays, check.floats("weights", weights, m, "pair", arrays, rows), state, 0.5)
+    if each is not None:
+        weight = _shares(world, arrays, each, state, 0.5)
     if ids_are == "positives":
         target, positives = _reciprocal(arrays, world.count_in(arrays, same, arrays.sorted(same)[0]), state), None
     limits = limits_of(world, arrays, limit, (rows, (columns,)), of_guide, factor)
@@ -139,6 +140,7 @@ def info_nce(
         check.paired("query", query, "key", key, "give positives= to say which key is whose")
     where = None if positives is None else check.integers("positives", positives, m, "query", arrays, rows)
     of_guide = check.guide(guide, (m, n), arrays, rows)
+    each = None if weights is None else check.floats("weights", weights, m, "query", arrays, rows)
     if world.alone:
         # a queue that nothing has entered yet; one that wants a gradient has one, of no rows
         columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0] or getattr(x, "requires_grad", False)]
@@ -149,8 +151,7 @@ def info_nce(
     met = world.meet(arrays, rows, columns[not in_batch :], (scale, factor), loss="info_nce", **has, **agreed)
     u, weight, target, same = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
     plain = own is where is rows_of is None and not agreed and len(columns) == 1
-    if weights is not None or of_ids:
-        each = None if weights is None else check.floats("weights", weights, m, "query", arrays, rows)
+    if each is not None or of_ids:
         if of_ids:
             count = world.count_in(arrays, rows_of, arrays.sorted(of_columns)[0], of_rows=False)
             target = _reciprocal(arrays, count, state)
@@ -203,12 +204,11 @@ def nt_xent(
     views = arrays.concat(list(both))
     m, state = view_a.shape[0], state_dtype(arrays.dtype(views))
     factor = check.scalar("scale", scale, arrays, state, views)
+    each = None if weights is None else check.floats("weights", weights, m, "sample", arrays, views)
     met = world.meet(arrays, views, (views,), (scale, factor), loss="nt_xent", **agreed)
     u, weight, target, itself = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + 2 * m, state, views)
-    if weights is not None:
-        weight = _shares(
-            world, arrays, arrays.concat([check.floats("weights", weights, m, "sample", arrays, views)] * 2), state
-        )
+    if each is not None:
+        weight = _shares(world, arrays, arrays.concat([each] * 2), state)
     problem = Problem(
         rows=views,
         columns=(),
@@ -258,12 +258,12 @@ def sup_con(
     if not stay:
         labels, rows = ordered, arrays.take(rows, order)
     factor = check.scalar("scale", scale, arrays, state, rows)
+    each = None if weights is None else check.floats("weights", weights, m, "sample", arrays, rows)
     met = world.meet(arrays, rows, (rows,), (scale, factor), loss="sup_con", **agreed)
     count = world.count_in(arrays, labels, ordered)
     partners = arrays.cast(count - 1, state)
     counted = arrays.cast(partners > 0, "float64")
-    if weights is not None:
-        each = check.floats("weights", weights, m, "sample", arrays, rows)
+    if each is not None:
         counted = counted * (each if stay else arrays.take(each, order))
     problem = Problem(
         rows=rows,
@@ -308,11 +308,11 @@ def sigmoid(
     same = None if ids is None else check.integers("ids", ids, m, "pair", arrays, rows)
     factor = check.scalar("scale", scale, arrays, state, rows)
     added = check.scalar("bias", bias, arrays, state, rows)
+    each = None if weights is None else check.floats("weights", weights, m, "image", arrays, rows)
     numbers = (scale, factor), (bias, added)
     has = {"ids": ids is not None, "mean_positives": bool(mean_positives)}
     met = world.meet(arrays, rows, (columns,), *numbers, loss="sigmoid_loss", **has, **agreed)
     u, weight, target, own = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
-    each = None if weights is None else check.floats("weights", weights, m, "image", arrays, rows)
     if mean_positives:
         each = arrays.full((m,), 1.0, "float64", rows) if each is None else each
         share = _reciprocal(arrays, world.count_in(arrays, same, arrays.sorted(same)[0]), "float64")
@@ -379,7 +379,7 @@ def statistics(
         check.paired("rows", rows, "columns", blocks[0], "give positives= to say which column is whose")
     of_guide = check.guide(guide, (m, n), arrays, rows)
     asked = {"positives": where is not None, "ids": ids[0] is not None, "limits": tuple(x is not None for x in limits)}
-    asked["guide"] = _width(of_guide)
+    asked |= {"guide": _width(of_guide), "rows against themselves": itself}
     met = world.meet(arrays, rows, blocks or (rows,), (scale, factor), loss="statistics", **asked, **agreed)
     own = arrays.arange(met.start, met.start + m, rows)
     t, over = (arrays.full((size,), 1.0, state, rows) for size in (m, n))

@@ -122,12 +122,12 @@ def options(results: Path, command: str) -> str:
 
 def errors(results: Path) -> str:
     """The errors that the public functions raise on invalid input."""
-    lines = []
-    for title, provocations in importlib.import_module("provocations").PROVOCATIONS.items():
+    lines, provoked = list[str](), importlib.import_module("provocations")
+    for title, provocations in provoked.PROVOCATIONS.items():
         rows = []
         for each in provocations:
-            call = f"`{each.call}`" + (f", {each.without} not installed" if each.without else "")
-            rows.append([call, f"`{each.error.__name__}`", escaped(each.message(each.libraries[0]))])
+            call = f"`{each.text}`" + (f", {each.without} not installed" if each.without else "")
+            rows.append([call, f"`{each.known}`", escaped(provoked.message(each, each.libraries[0]))])
         lines += [f"## {title}", table(["call", "raises", "message"], rows, left=(0, 1, 2))]
     return "\n\n".join(lines)
 

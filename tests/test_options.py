@@ -61,13 +61,6 @@ def test_calls_one_after_another_have_the_bits_of_a_first_call(compiled: bool, c
         assert all(map(torch.equal, [value, *torch.autograd.grad(value, given)], right))
 
 
-def test_value_and_grad_of_sup_con_with_keys_has_the_gradients_of_its_own_arguments() -> None:
-    how = {"keys": KEYS, "key_labels": OF_KEYS, "weights": WEIGHTS}
-    value, gradients = contrastile.value_and_grad(contrastile.sup_con)(IMAGE, LABELS, SCALE, **how)
-    assert torch.equal(value, contrastile.sup_con(IMAGE, LABELS, SCALE, **how))
-    assert [x.shape for x in gradients] == [IMAGE.shape, ()]
-
-
 def test_a_backend_that_knows_no_limits_is_given_none() -> None:
     problem = problems.clip(IMAGE, TEXT, 2.0, threshold=0.1).problem
     with pytest.raises(UnsupportedProblemError, match="limits and thresholds must be None"):
@@ -90,13 +83,3 @@ def test_few_signatures_are_held_and_threads_may_ask_at_once() -> None:
     with ThreadPoolExecutor(4) as pool:
         assert all(all(map(torch.equal, each, expected)) for each in pool.map(ask, [7] * 4))
     assert len(CALLS.prepared) <= MOST
-
-
-def test_a_guide_is_taken_in_the_features_dtype() -> None:
-    found = [
-        contrastile.clip_loss(IMAGE, TEXT, 2.5, guide=[x.to(dtype) for x in GUIDE], backend=backend)
-        for dtype in (torch.bfloat16, torch.float32, torch.float64)
-        for backend in ("torch", "auto")
-    ]
-    assert all(torch.equal(x, found[0]) for x in found)
-    assert not torch.equal(found[0], contrastile.clip_loss(IMAGE, TEXT, 2.5))

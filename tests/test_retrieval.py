@@ -13,18 +13,6 @@ from contrastile import retrieval
 M, WIDTH, TILE = 23, 5, 7
 
 
-def test_what_has_collapsed_or_is_nan_ranks_last() -> None:
-    same = torch.ones(M, WIDTH) / 3
-    for rows in (same, same * torch.nan):
-        assert retrieval.ranks(rows, same, tile=TILE).tolist() == [M - 1] * M
-
-
-def test_the_means_of_ranks() -> None:
-    ranks = torch.tensor([0, 3, 1, 2])
-    assert retrieval.recall(ranks, 3) == 3 / 4
-    assert retrieval.mean_reciprocal_rank(ranks) == (1 + 1 / 4 + 1 / 2 + 1 / 3) / 4
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN, under Triton's interpreter
 def test_a_fused_search_finds_what_tiles_do(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
@@ -69,10 +57,3 @@ def test_the_nearest_columns_are_those_of_faiss_s_exact_index() -> None:
         values, numbers = retrieval.top_k(rows, columns, k, tile=tile)
         assert torch.equal(values, theirs[:, :k])
         assert torch.equal(numbers[apart], where[:, :k][apart])
-
-
-def test_no_rows() -> None:
-    columns = torch.ones(4, 3)
-    assert retrieval.ranks(columns[:0], columns).shape == (0,)
-    assert [x.shape for x in retrieval.top_k(columns[:0], columns, 2)] == [(0, 2), (0, 2)]
-    assert retrieval.mine_hard_negatives(columns[:0], columns, 2).shape == (0, 2)

@@ -114,7 +114,9 @@ class Handshake:
         if device not in comm.devices:
             raise ValueError(f"the group carries no arrays on {device}; move them to {' or '.join(comm.devices)}")
         if len(columns) > _BLOCKS:
-            raise ValueError(f"at most {_BLOCKS} blocks of columns can be exchanged, got {len(columns)}; join some")
+            raise ValueError(
+                f"the columns must be at most {_BLOCKS} blocks with a group, got {len(columns)}; join some"
+            )
         # if only some ranks wanted a gradient, the others would wait for its messages
         wants = tuple(bool(getattr(x, "requires_grad", False)) for x in (rows, *columns, *(x for _, x in numbers)))
         agreed = {"width": int(rows.shape[1]), "dtype": dtype, "device": device, "column blocks": len(columns)}

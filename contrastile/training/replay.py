@@ -66,7 +66,7 @@ class Replay:
         seen = [x for tower in self._towers for each in tower.inputs for x in each.tensors()]
         # chunks that a splitter cut from a leaf are views of it
         if any(x.requires_grad and not (x if x._base is None else x._base).is_leaf for x in seen):
-            raise ValueError("inputs must have no graph, which each chunk would walk again; detach them")
+            raise ValueError("inputs must have no graph, got one, which each chunk would walk again; detach them")
         self._repeatable = not warn_of_coupled(modules)
         self._devices = accelerators([*seen, *(p for module in modules for p in module.parameters())])
         self._autocast = Autocast(self._devices)
@@ -371,7 +371,7 @@ def _outputs(found: Any) -> list[Tensor]:
                 f"{tuple(x.shape)}; add a dimension"
             )
     if not outputs:
-        raise TypeError("encode must return a tensor or a tuple of tensors, got none")
+        raise TypeError("encode must return a tensor or a tuple of tensors, got none; return the embeddings")
     return outputs
 
 

@@ -95,38 +95,17 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
     }
     right: _Arguments = losses.clip_loss, [*pair, 10.0], {}
     beside: dict[str, _Arguments] = {"more negatives": (losses.info_nce, [*pair, 10.0], {})}
-    names = ("bias", "margin", "label_smoothing", *["threshold"] * subject.backend.limits)
-    options: dict[str, Any] = dict.fromkeys(names, (0.1, 0.2))
-    if subject.backend.guides:
-        options["guide"] = [[put(x[:, :width], dtype)] * 2 for width in (7, 9)]
-    for name, given in options.items():
-        loss: Any = losses.sigmoid_loss if name == "bias" else losses.clip_loss
-        label = f"another {name}"
-        beside[label], differences[label] = ((loss, [*pair, 10.0], {name: each}) for each in given)
     if subject.device == "cpu":
         beside["a positive that is no column"] = losses.info_nce, [*pair, 10.0], {"positives": ids}
         bad = losses.info_nce, [*pair, 10.0], {"positives": ids + 4 * world.size}
         differences["a positive that is no column"] = bad
     if subject.backend.arrays.name == "torch":
-        from contrastile import nn, retrieval
-
         trained = [put(x, dtype).requires_grad_(), pair[1], 10.0]
         differences[_UNWANTED] = (losses.clip_loss, trained, {})
         number = put(np.asarray(10.0), state_dtype(subject.dtype))
         beside["a gradient of the scale"] = losses.clip_loss, [*pair, number], {}
         learnt = number.clone().requires_grad_()
         differences["a gradient of the scale"] = losses.clip_loss, [*pair, learnt], {}
-
-        def of_more(*args: Any, **how: Any) -> Any:
-            return nn.ClipLoss(world_size=world.size + 1, **how)(*args)
-
-        differences["a module for another world"] = of_more, [*pair, 10.0], {}
-
-        def searched(columns: Any, of_columns: Any, group: Communicator, **_: Any) -> Any:
-            return retrieval.ranks(columns, columns, row_ids=of_columns, column_ids=of_columns, group=group)
-
-        beside["ids of a search"] = searched, [pair[0], None], {}
-        differences["ids of a search"] = searched, [pair[0], ids], {}
     for label, wrong_one in differences.items():
         own = beside.get(label, right)
         told = world.run(partial(_error_of_a_mismatch, right=own, last=wrong_one, subject=subject))

@@ -12,7 +12,7 @@ import numpy as np
 
 from contrastile.comm.communicator import Communicator
 from contrastile.schedules.placement import SCHEDULES, Shards
-from contrastile.verify import statistics
+from contrastile.verify import calls, statistics
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
 from contrastile.verify.losses import allowed
 from contrastile.verify.losses.arguments import FORMS, Arguments
@@ -298,6 +298,7 @@ PROPERTIES = (
     ),
     Property("public-training", training, CASE),
     Property("public-refusals", refusals, CASE, parts=False),
+    Property("public-calls", calls.known, CASE),
 )
 """One property per loss, and one of what only training has."""
 

@@ -7,15 +7,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from contrastile import losses
 from contrastile.backends.contract import UnsupportedProblemError
 from contrastile.reporting import one_line
 from contrastile.verify import process
 from contrastile.verify.comparison import NOTHING, Comparisons, wrong
 from contrastile.verify.trial import SkipError, Subject
-from contrastile.verify.worlds import Threads
 
 _ROWS, _WIDTH = 7, 5
 
@@ -59,14 +56,6 @@ def _calls(subject: Subject, pair: Any) -> Iterator[tuple[str, Callable[[], Any]
     scaled = partial(clip, *pair, **settings)
     for x in others:
         yield f"a scale of {x:g}", partial(scaled, ten), partial(scaled, x), ValueError
-    for name, good, bad in (
-        ("tile", 1, True),
-        ("tile", 3, 3.0),
-        ("tile", (1, 3), (True, 3)),
-        ("keep", 1, 1.0),
-        ("workspace", 1, True),
-    ):
-        yield f"{name}={bad!r}", partial(right, **{name: good}), partial(right, **{name: bad}), TypeError
 
     def forward_mode(at: int) -> Any:
         # of what torch imports for the first dual tensor of a process
@@ -86,22 +75,6 @@ def _calls(subject: Subject, pair: Any) -> Iterator[tuple[str, Callable[[], Any]
         return torch.autograd.grad(right() + gradient().square().sum(), pair)
 
     yield "a penalty of a gradient", gradient, penalised, RuntimeError
-    even, learnt = (torch.ones(_ROWS, device=subject.device, requires_grad=x) for x in (False, True))
-    yield "weights that learn", partial(right, weights=even), partial(right, weights=learnt), ValueError
-    if subject.device == "cpu":
-        ones, masked = np.ones(_ROWS), np.ma.masked_equal(np.ones(_ROWS), 0)
-        of_numpy = partial(clip, *(np.array(x.tolist(), np.float32) for x in pair), 10.0, **settings)
-        yield "weights with a mask", partial(of_numpy, weights=ones), partial(of_numpy, weights=masked), TypeError
-    given: dict[str, Any] = {"negatives": pair[1], "guide": (pair[0].detach(), torch.cat([pair[1].detach()] * 2))}
-    nce: Any = losses.info_nce
-    alone = partial(nce, *pair, 10.0, in_batch=False, **settings)
-    yield "a guide of negatives alone", partial(alone, negatives=pair[1]), partial(alone, **given), ValueError
-    ids = torch.arange(_ROWS, device=subject.device)
-    several = partial(nce, *pair, 10.0, label_smoothing=0.1, **settings)
-    beside: list[dict[str, Any]] = [{"row_ids": ids, "column_ids": ids}, {"margin": 0.1}, {"threshold": 0.1}]
-    for more in beside:
-        yield f"label smoothing with {', '.join(more)}", several, partial(several, **more), ValueError
-    yield "blocks of ranks", right, lambda: Threads(1).run(lambda group: right(group=group, block=2)), ValueError
     for unknown in sorted({"split", "tf32", "ieee"} - subject.backend.precisions)[:1]:
         yield "another precision", right, partial(right, precision=unknown), UnsupportedProblemError
     refusing = partial(right, backend=f"contrastile.verify.wrapped:refusing@{subject.name}")

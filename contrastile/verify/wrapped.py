@@ -28,10 +28,12 @@ def around(backend: Backend, call: Callable[..., Any], *names: str) -> Backend:
 
 
 def __getattr__(name: str) -> Backend:
-    """The backend that ``recorded@BACKEND`` names, or ``refusing@BACKEND``, which refuses every problem."""
+    """The backend that ``recorded@BACKEND`` names; ``refusing``, which refuses every problem; ``older``."""
     what, at, backend = name.partition("@")
-    if what not in ("recorded", "refusing") or not at:
+    if what not in ("recorded", "refusing", "older") or not at:
         raise AttributeError(name)
+    if what == "older":
+        return replace(registry.load(backend), contract=1)
 
     def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
         if what == "refusing":

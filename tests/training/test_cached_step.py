@@ -65,13 +65,6 @@ def test_the_seconds_of_the_loss_are_those_between_the_two_passes(monkeypatch: p
     assert ticks == 7 + 2 * 8
 
 
-def test_a_budget_smaller_than_a_sample_takes_one_at_a_time() -> None:
-    batch = {"ids": torch.zeros(10, 7, dtype=torch.int64), "length": torch.ones(10)}
-    # no budget is too small for one sample
-    assert len(training.stream(batch, training.Budget(3), "cpu")) == 10
-    assert chunks.Sliced(torch.ones(5), training.Budget(2)).count == 3
-
-
 def test_chunks_are_views_and_keep_their_types() -> None:
     class Encoding(dict[str, Any]):
         pass

@@ -75,7 +75,7 @@ def squares(a: Tensor, scale: float) -> Tensor:
     return (a * a).mean()
 
 
-# what needs no encoder is refused in tests/provocations.txt
+# what needs no encoder is refused in contrastile/verify/calls.txt
 BEFORE: list[tuple[Callable[[Net], Any], str]] = [
     (lambda n: step((n,), (X * n.weight.sum(),)), "inputs must have no graph"),
     (lambda n: step(n, X * n.weight.sum(), split=torch.split), "inputs must have no graph"),
@@ -99,8 +99,6 @@ AFTER: list[tuple[Callable[[Net], Any], str]] = [
         lambda n: step((lambda x: n(x["x"].sub_(1)),), (training.stream({"x": X.clone()}, 2, "cpu"),), chunk=None),
         "inputs and parameters must stay as they are",
     ),
-    (lambda n: step((n,), (X,), of_one, metrics=("rank@1",)), "two .b, d. embeddings, got 1"),
-    (lambda n: step((n, n), (X, X), of_one, scale=None, metrics=("scale",)), "must have a scale to show, got none"),
     (lambda n: training.embed((n,), (X,), 2)[1]([X[:3]]), r"its output's shape \(6, 3\), got \(3, 4\)"),
     (lambda n: step(n, X, of_one, backward=Engine(1).backward), "^backward must be left out with DeepSpeed"),
     (lambda n: step((n, Engine(1)), (X, X), backward=torch.autograd.backward), "DeepSpeed, whose engine makes it"),
@@ -205,9 +203,3 @@ def test_an_encoder_with_a_generator_of_its_own_is_refused(draw: Callable[..., T
     with pytest.raises(ValueError, match=told) if refused else nullcontext():
         step((lambda x: net(x) * draw(len(x), WIDTH),), (X,), squares)
     assert not refused or net.weight.grad is None
-
-
-def test_batch_norm_without_running_averages_is_warned_of_in_eval_mode_too() -> None:
-    net = nn.Sequential(nn.Linear(4, WIDTH), nn.BatchNorm1d(WIDTH, track_running_stats=False)).eval()
-    with pytest.warns(UserWarning, match=r"^BatchNorm1d '1' computes a chunk otherwise .* needs running averages"):
-        step((net,), (X,), squares)

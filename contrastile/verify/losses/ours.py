@@ -18,6 +18,7 @@ from contrastile.verify.losses.subject import Loss
 from contrastile.verify.trial import Subject
 
 _BLOCK, _CHUNK = 9, 5
+_TEXTS = "input_ids", "attention_mask", "position_ids", "token_type_ids"
 
 _ARRAYS = (
     *("numbers", "interleaved", "rewritten", "aliases", "inputs-kept", "strided", "integers", "refusals"),
@@ -260,7 +261,7 @@ def features(loss: Target, settings: dict[str, Any]) -> Target:
         model = torch.nn.Module()
         # what is no tensor reaches the model too
         model.get_image_features = lambda pixel_values, first: image[pixel_values + first]  # type: ignore[assignment]
-        model.get_text_features = lambda input_ids: text[input_ids]  # type: ignore[assignment]
+        model.get_text_features = lambda token_type_ids, **more: text[token_type_ids]  # type: ignore[assignment]
         # views: what has a graph is no parameter
         model.logit_scale = torch.as_tensor(scale).log()
         if bias:
@@ -273,8 +274,9 @@ def features(loss: Target, settings: dict[str, Any]) -> Target:
         assert saved.keys() == model.state_dict().keys(), "what is saved must have the model's own names"
         made.load_state_dict(saved)
         # a rank may have no samples
-        assert not any(map(len, made(pixel_values=index[:0], first=-1, input_ids=index[:0])[:2])), "of no samples"
-        return loss(*made(pixel_values=index - 1, first=1, input_ids=index), **settings)
+        nothing, texts = (dict.fromkeys(_TEXTS, x) for x in (index[:0], index))
+        assert not any(map(len, made(pixel_values=index[:0], first=-1, **nothing)[:2])), "of no samples"
+        return loss(*made(pixel_values=index - 1, first=1, **texts), **settings)
 
     return target
 
