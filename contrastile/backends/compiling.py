@@ -34,7 +34,10 @@ here = _Call()
 
 
 def side_by_side(primitive: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorates a function that adds to nothing, for it may be called twice, and whose host reads nothing of kernels'."""
+    """Decorates a function whose arguments are written by kernels alone, and whose host reads nothing they write.
+
+    It adds to nothing: it may be called twice, and the first time cuBLAS multiplies what no kernel has written.
+    """
 
     @wraps(primitive)
     def call(*args: _P.args, **named: _P.kwargs) -> _T:
