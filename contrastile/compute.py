@@ -36,7 +36,7 @@ from contrastile.schedules.sums import gradients_over_ranks, phase
 Found = Sequence[Any]
 """Arrays of the caller's library; None for those that were not asked for."""
 
-_WHOLE = {"softmax": 3, "sigmoid": 1}
+_WHOLE = {"softmax": (2, 3), "sigmoid": (1,)}
 """How many arrays ``contract.Whole`` leaves: no schedule of a loss of this kind leaves so few."""
 
 _ALONE = nullcontext()
@@ -112,7 +112,7 @@ def may_be_replayed(plan: Plan) -> bool:
 
 def is_whole(problem: Problem, state: Found) -> bool:
     """Whether a loss has left what ``contract.Whole`` leaves."""
-    return len(state) == _WHOLE.get(problem.kind)
+    return len(state) in _WHOLE.get(problem.kind, ())
 
 
 def whole_of(problem: Problem, arrays: ArrayLibrary, backend: Backend, options: Options) -> Whole | None:

@@ -36,7 +36,7 @@ def evaluate(build: Builder, settings: Given, *args: Any, **kwargs: Any) -> Arra
     """
     # a compiled graph can hold neither messages between ranks nor copies of blocks to a device
     get = settings.get
-    if not get("group") is get("device") is get("block") is None:
+    if settings and not get("group") is get("device") is get("block") is None:
         return outside_of_graphs(_evaluate)(build, settings, args, kwargs)
     # a compiler must trace the same branch each time: nothing here may depend on what has been imported
     if hasattr(args[0], "requires_grad"):

@@ -90,7 +90,7 @@ class Calls:
             return None
         grad = torch.is_grad_enabled()
         call = Call(args, kwargs, grad)
-        if not call.known or not eager.direct(torch, call.tensors) or functions.tangents(call.tensors):
+        if not call.known or not eager.direct(torch, ()) or functions.tangents(call.tensors):
             return None
         # later calls may save the vectors that are made now for their backward: inference tensors cannot be saved
         if torch.is_inference_mode_enabled():

@@ -65,21 +65,21 @@ class Call:
         self.known = self._take(args) and self._take(kwargs.values(), options=True)
 
     def _take(self, given: Iterable[Any], *, options: bool = False) -> bool:
+        kinds = self.kinds
         for x in given:
             kind: Any = type(x)
-            if kind in _TENSORS:
+            if x is None or kind is str:
+                kinds.append(x)
+            elif kind in _TENSORS:
                 if x.is_nested or x.is_neg():
                     return False
                 self.tensors.append(x)
-                self.kinds.append((x.dtype, x.layout, x.shape, x.device, self.grad and x.requires_grad))
-            elif x is None or kind in _NUMBERS:
-                self.kinds.append((kind, x) if options else kind)
-                if x is not None:
-                    self.numbers.append(x)
-            elif kind is str:
-                self.kinds.append(x)
+                kinds.append((x.dtype, x.layout, x.shape, x.device, self.grad and x.requires_grad))
+            elif kind in _NUMBERS:
+                kinds.append((kind, x) if options else kind)
+                self.numbers.append(x)
             elif kind in (list, tuple):
-                self.kinds.append(len(x))
+                kinds.append(len(x))
                 if not self._take(x):
                     return False
             else:

@@ -339,8 +339,8 @@ class Whole:
     Attributes:
         takes: ``takes(problem, dtype, device, options)``: whether it computes such losses.
         loss: ``loss(problem, rows, others, scale, bias)``: the loss of these arrays, 0-d in the state dtype, and what
-            ``gradients`` needs: three arrays, one of a sigmoid loss. None where the schedule is to compute it from
-            the primitives. ``others`` are the problem's; of the problem itself only what is no array is read, and
+            ``gradients`` needs: two or three arrays, one of a sigmoid loss. None where the schedule is to compute it
+            from the primitives. ``others`` are the problem's; of the problem itself only what is no array is read, and
             positives.
         gradients: ``gradients(problem, rows, others, scale, state, upstream, wanted)`` of upstream x loss for the rows,
             the scale, the bias and the columns, each None where it is not ``schedules.local.Wanted``; the state stays

@@ -13,7 +13,7 @@ from contrastile.backends.arrays import FLOATS
 from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError
 from contrastile.environment import finds_a_gpu
 from contrastile.reporting import CannotRunError, one_line, require_packages, within
-from contrastile.verify import cases, launched, public, strategies
+from contrastile.verify import cases, launched, public, sizes, strategies
 from contrastile.verify.comparison import Comparisons, wrong
 from contrastile.verify.distributed import DISTRIBUTED, SHARDED
 from contrastile.verify.execution import DTYPES
@@ -144,14 +144,14 @@ def threads(options: argparse.Namespace) -> Threads | None:
 
 _PARTS: dict[str, Callable[[str], object]] = {
     **dict.fromkeys((strategies.CASE, SHARDED), strategies.numbered),
-    **dict.fromkeys((public.CASE, public.RANKS_CASE, "ranks"), str),
+    **dict.fromkeys((public.CASE, public.RANKS_CASE, sizes.CASE, "ranks"), str),
 }
 
 
 def _known(what: str, given: list[str] | None, names: list[str]) -> list[str] | None:
     """The given names, checked. A case "drawn:17" is one problem; "wordnet" selects every "wordnet@...".
 
-    What "public-losses:", "front-door:" and "ranks:" are followed by selects the labels that begin with it.
+    What "public-losses:", "front-door:", "sizes:" and "ranks:" are followed by selects labels that begin with it.
     """
     if given is None:
         return None

@@ -25,7 +25,7 @@ from contrastile.verify.rearrange import redirected, take
 from contrastile.verify.refused import refusals
 from contrastile.verify.shards import Parts, shares
 from contrastile.verify.trained import training
-from contrastile.verify.trial import Property, SkipError, Subject
+from contrastile.verify.trial import Property, SkipError, Subject, asked
 from contrastile.verify.worlds import judged
 from contrastile.verify.wrapped import RECORDED
 
@@ -34,11 +34,6 @@ _CASES = (*(name for name, each in BATCHES.items() if each.keyword), "nan", "one
 """Those of a keyword, whose arguments differ, and a few of features."""
 _OWN = ("own", "own@alone", "own@queue", "own@threshold", "own@shared")
 _ROWS, _WIDTH, _FEW, _MANY = 24, 20, 250, 1000
-
-
-def asked(case: str, label: str) -> bool:
-    """Whether a comparison is asked for: all are, or those whose labels begin with what the case has after a colon."""
-    return label.startswith(case.partition(":")[2])
 
 
 def _refused(name: str, subject: Subject) -> bool:

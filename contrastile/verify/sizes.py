@@ -10,7 +10,7 @@ from contrastile.schedules.problem import Problem
 from contrastile.verify.comparison import Comparisons
 from contrastile.verify.draws import sigmoid_problem, softmax_problem
 from contrastile.verify.rounding import round_to
-from contrastile.verify.trial import Subject
+from contrastile.verify.trial import Subject, asked
 
 CASE, KINDS = "sizes", ("softmax", "sigmoid")
 
@@ -32,8 +32,9 @@ PAIRS = {"cpu": (1451, 1449, 2), "cuda": (3001, 2903, 8)}
 def sizes(subject: Subject, case: str) -> Comparisons:
     """Value and gradients are right at every size of rows, columns and features."""
     for kinds, shape in _shapes(subject):
-        for kind in kinds:
-            yield "{}, {} x {} x {}".format(kind, *shape), subject.compare(_problem(kind, *shape, subject.dtype))
+        for label, kind in (("{}, {} x {} x {}".format(kind, *shape), kind) for kind in kinds):
+            if asked(case, label):
+                yield label, subject.compare(_problem(kind, *shape, subject.dtype))
 
 
 def _shapes(subject: Subject) -> Iterator[tuple[Sequence[str], tuple[int, int, int]]]:

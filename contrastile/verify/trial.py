@@ -128,6 +128,11 @@ class Subject:
         return compare(got, oracle.outcome, self.bounds(problem, oracle, upstream))
 
 
+def asked(case: str, label: str) -> bool:
+    """Whether a comparison is asked for: all are, or those whose labels begin with what the case has after a colon."""
+    return label.startswith(case.partition(":")[2])
+
+
 @dataclass(frozen=True)
 class Trial:
     """A subject and a case. Results that several properties need are computed once."""

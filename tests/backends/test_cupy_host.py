@@ -42,7 +42,7 @@ def test_only_what_is_in_the_table_is_launched(
             if kernels is not None:
                 monkeypatch.setenv("CONTRASTILE_CUPY_KERNELS", kernels)
             for two_sided in (True, False):
-                for options in (Options(), Options(tile=(20, 30)), Options(precision="tf32")):
+                for options in (Options(), Options(tile=(3 * rows // 5, 2 * columns // 3)), Options(precision="tf32")):
                     w = weights(host, given, two_sided)
                     backend.check(given, options)
                     found = backend.lse(given, two_sided, options)
