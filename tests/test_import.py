@@ -119,8 +119,11 @@ def inside(names: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_imports_run_one_way(path: Path) -> None:
+def test_imports_run_one_way_and_optional_packages_stay_where_they_are_needed(path: Path) -> None:
     module = name_of(path)
+    for name in imports(path):
+        root = name.partition(".")[0]
+        assert root not in OPTIONAL or any(within(module, x) for x in HOMES.get(root, ())), f"{module} imports {name}"
     for imported in inside(imports(path)):
         if within(imported, "oracle"):
             assert within(module, "verify") or within(module, "oracle"), f"{module} imports the oracle"
@@ -148,15 +151,6 @@ def test_truth_and_bounds_come_from_nothing_that_they_judge(judge: str) -> None:
     assert found == {"schedules.problem", "schedules.placement"}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_optional_packages_stay_in_the_modules_that_need_them(path: Path) -> None:
-    module = name_of(path)
-    for name in imports(path):
-        root = name.partition(".")[0]
-        if root in OPTIONAL:
-            assert any(within(module, home) for home in HOMES.get(root, ())), f"{module} imports {name}"
-
-
 @pytest.mark.parametrize("path", [*PACKAGE.glob("backends/*/**/*.py")], ids=name_of)
 def test_a_backend_knows_no_other_backend_no_autograd_and_no_loss(path: Path) -> None:
     own = ".".join(name_of(path).split(".")[:2])
@@ -171,15 +165,6 @@ def test_files_import_each_other_in_no_circle() -> None:
     TopologicalSorter({name_of(path): inside(imports(path, for_types=True)) for path in MODULES}).prepare()
 
 
-def loaded_by(statement: str) -> set[str]:
-    """The top-level modules that a fresh interpreter holds after a statement."""
-    code = f"{statement}\nimport sys\nprint(*(name for name in sys.modules))"
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=1200, check=True
-    )
-    return set(run.stdout.split())
-
-
 @pytest.mark.parametrize(
     "statement",
     [
@@ -190,7 +175,8 @@ def loaded_by(statement: str) -> set[str]:
     ],
 )
 def test_nothing_optional_is_imported_before_it_is_needed(statement: str) -> None:
-    loaded = loaded_by(statement)
+    command = [sys.executable, "-W", "error", "-c", f"{statement}\nimport sys\nprint(*sys.modules)"]
+    loaded = {*subprocess.run(command, capture_output=True, text=True, timeout=1200, check=True).stdout.split()}
     assert "contrastile" in loaded
     assert not loaded & OPTIONAL
     if statement == "import contrastile":
@@ -205,9 +191,8 @@ def test_the_walks_through_the_house_name_what_is_there() -> None:
     assert max(map(len, walks)) <= 8
     for file, name in (stop for walk in walks for stop in walk):
         tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
-        assert any(isinstance(x, ast.FunctionDef | ast.ClassDef) and x.name == name for x in tree.body), (
-            f"{file}:{name}"
-        )
+        defined = {x.name for x in tree.body if isinstance(x, ast.FunctionDef | ast.ClassDef)}
+        assert name in defined, f"{file}:{name}"
 
 
 def test_no_file_is_too_long_to_hold_in_the_head() -> None:

@@ -78,12 +78,10 @@ class Call:
             elif kind in _NUMBERS:
                 kinds.append((kind, x) if options else kind)
                 self.numbers.append(x)
-            elif kind in (list, tuple):
-                kinds.append(len(x))
-                if not self._take(x):
-                    return False
-            else:
+            elif kind not in (list, tuple) or not self._take(x):
                 return False
+            else:
+                kinds.append(len(x))
         return True
 
     def device(self) -> int | None:

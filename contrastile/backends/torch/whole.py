@@ -90,7 +90,7 @@ def _added(quotients: torch.Tensor, least: float = 1.0) -> float | None:
 
 
 def _sum(x: torch.Tensor) -> float:
-    """The sum of a vector in float64."""
+    """The sum of a vector in float64, without another kernel."""
     return float(sum(x.tolist()))
 
 
