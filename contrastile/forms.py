@@ -123,9 +123,10 @@ def form_of(
         "smoothing": smoothing,
         "margin": validation.option("margin", margin, -sys.float_info.max, sys.float_info.max) or None,
     }
-    agreed = {"ids_are": ids_are, "sum_positives": sum_positives, "weights": weights is not None, "threshold": limit}
-    agreed = {**agreed, "label_smoothing": smoothing, "margin": form["margin"]}
-    return form, {name: x for name, x in agreed.items() if x not in (None, False, "false_negatives", "outside")}
+    asked = {"ids_are": ids_are, "sum_positives": sum_positives, "weights": weights is not None, "threshold": limit}
+    asked |= {"label_smoothing": smoothing, "margin": form["margin"]}
+    # ranks that differ hear of what they ask for, not of defaults
+    return form, {name: x for name, x in asked.items() if x not in (None, False, "false_negatives", "outside")}
 
 
 Deep = tuple[str, tuple[int, int, int]]

@@ -75,9 +75,9 @@ def unrecorded(grad: bool, compute: Callable[..., Any], *args: Any) -> Any:
 
 def recorded(backward: Any, value: Any, saved: Sequence[Any], given: Sequence[Any]) -> Tensor:
     """The value as a loss of the tensors that were given; ``backward`` computes their gradients from what is saved."""
-    # a tuple: autograd would take a tensor among the arguments for one that the loss depends on
     # ``Function.apply`` takes as long again to look for a transform, and there is none
     function: Any = super(torch.autograd.Function, cast("Any", Loss))
+    # a tuple: autograd would take a tensor among the arguments for one that the loss depends on
     return cast("Tensor", function.apply(backward, (value,), saved, *given))
 
 
