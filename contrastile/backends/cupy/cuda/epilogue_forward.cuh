@@ -50,17 +50,13 @@ __device__ __forceinline__ void shared_sums(const float (&dot)[STRIPS][4 * GROUP
             const int at = 4 * (i / 2 + h * (GROUPS / 2)) + i % 2, place = 8 * (i / 2 + h * (GROUPS / 2)) + i % 2;
             sum[h] = 0.0f;
 #pragma unroll
-            for (int s = 0; s < STRIPS; ++s) {
-                float power[2];
+            for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
                 for (int q = 0; q < 2; ++q) {
-                    const float x = dot[s][at + 2 * q];
-                    power[q] = exp2_fast(fmaf(x, scale, shift));
-                    row[s][q] += limits.beyond_row(x, s, q) ? 0.0f : power[q];
-                    if (limits.beyond_column(x, place)) power[q] = 0.0f;
+                    const float x = dot[s][at + 2 * q], power = exp2_fast(fmaf(x, scale, shift));
+                    if (!limits.beyond_row(x, s, q)) row[s][q] += power;
+                    if (!limits.beyond_column(x, place)) sum[h] += power;
                 }
-                sum[h] += power[0] + power[1];
-            }
         }
         list[i] = (upper ? sum[1] : sum[0]) + across(upper ? sum[0] : sum[1], 16);
     }

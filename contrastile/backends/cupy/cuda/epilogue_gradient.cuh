@@ -36,16 +36,21 @@ __device__ __forceinline__ Side side_of(const GradientSide& side, long long i, i
     return {(exponent == SHARED ? side.folded : side.log)[i], side.weight[i], MASK == TARGET ? side.taken[i] : 0.0f};
 }
 
-// G of an admitted pair, the positive not yet subtracted; a side beyond whose limit it is has no part in it. alpha and
-// reference as in the plan.
-template <int EXPONENT>
+// G of an admitted pair, the positive not yet subtracted; a side beyond whose limit it is has no part in it, for its
+// exponential may be infinite. alpha and reference as in the plan. LIMITED: a side may be beyond its limit.
+template <int EXPONENT, bool LIMITED = false>
 __device__ __forceinline__ float attraction(float dot, float alpha, float reference, float row_first, float row_weight,
                                             float column_first, float column_weight, bool beyond_row = false,
                                             bool beyond_column = false) {
-    if (beyond_row && beyond_column) return 0.0f;  // the exponential may be infinite
-    if (EXPONENT == SHARED)
-        return exp2_fast(fmaf(dot, alpha, -reference)) *
-               ((beyond_row ? 0.0f : row_first) + (beyond_column ? 0.0f : column_first));
+    if (EXPONENT == SHARED) {
+        const float power = exp2_fast(fmaf(dot, alpha, -reference));
+        if (!LIMITED) return power * (row_first + column_first);
+        // an instruction with a predicate for each side, and no selections
+        float value = 0.0f;
+        if (!beyond_row) value = power * row_first;
+        if (!beyond_column) value = fmaf(power, column_first, value);
+        return value;
+    }
     // selected, not multiplied by 0: a weight of 0 silences its side also where the logit is NaN
     const bool no_row = beyond_row || row_weight == 0.0f, no_column = beyond_column || column_weight == 0.0f;
     const float along_row = no_row ? 0.0f : row_weight * exp2_fast(fmaf(dot, alpha, -row_first));

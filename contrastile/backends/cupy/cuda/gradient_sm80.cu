@@ -55,7 +55,7 @@ __device__ __forceinline__ void strip_of_g(float (&value)[4 * GROUPS], int s, co
         for (int e = 0; e < 4; ++e) {
             const int q = e >> 1, c = e & 1;
             const float dot = value[4 * g + e];
-            float x = attraction<EXPONENT>(dot, alpha, reference, first[q], weight[q],
+            float x = attraction<EXPONENT, LIMITED<MASK>>(dot, alpha, reference, first[q], weight[q],
                                            c ? column_first.y : column_first.x, c ? column_weight.y : column_weight.x,
                                            limits.beyond_row(dot, s, q), limits.beyond_column(dot, 8 * g + c));
             if (MASK >= EXCLUSIONS && masked) {

@@ -187,7 +187,7 @@ struct GradientEpilogue {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const int q = e >> 1, c = e & 1, column = 8 * g + c;
-            value[e] = attraction<EXPONENT>(dot[4 * g + e], alpha, reference, rows.first[q], rows.weight[q],
+            value[e] = attraction<EXPONENT, LIMITED<MASK>>(dot[4 * g + e], alpha, reference, rows.first[q], rows.weight[q],
                                             c ? column_first.y : column_first.x, c ? weight.y : weight.x,
                                             limits.beyond_row(dot[4 * g + e], s, q),
                                             limits.beyond_column(dot[4 * g + e], column));
