@@ -29,12 +29,12 @@ from contrastile.backends.triton.tiles import (
     TAKEN,
     TARGET,
     WEIGHT,
-    any_beyond,
-    beyond,
     dots,
+    halves,
     pairs,
     place,
     touched,
+    within_limits,
 )
 
 _PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth", "guide_depth"]
@@ -60,8 +60,7 @@ def gradient_tiles(
     path = tl.load(plan + ALPHA), tl.load(plan + REFERENCE), tl.load(plan + FAST) != 0.0, tl.load(plan + CERTAIN) != 0.0
     vectors, chunk = (row_vectors, column_vectors, row_limits, column_limits), (m, n, row0, column0)
     masks, to = (None, excluded, row_ids, column_ids), (g, middle, low)
-    # a fused loop may hold no branch on what it has computed
-    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=not LIMITED):
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
         acc = dots(rows, columns, r * BM, c * BN, depth, BM, BN, BK, PRECISION, DIVIDED)
         guide = None
@@ -87,17 +86,15 @@ def _epilogue(
     """G of a tile's part from its dots, and the guide's or None, stored at (row, column) of the chunk."""
     to, path, vectors, masks, chunk = given
     alpha, _reference, _fast, certain = path
-    row_vectors, column_vectors, row_limits, column_limits = vectors
+    row_vectors, column_vectors, _row_limits, _column_limits = vectors
     m, n, row0, column0 = chunk
     i, j = row0 + row + tl.arange(0, acc.shape[0]), column0 + column + tl.arange(0, acc.shape[1])
     if not LIMITED:
         value = _admitted(acc, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
     elif guide is not None:
         value = _limited(acc, guide, None, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
-    elif any_beyond(acc, alpha, row_limits, column_limits, i, j, m, n):
-        value = _limited(acc, acc, alpha, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
     else:
-        value = _admitted(acc, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
+        value = _limited(acc, acc, alpha, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
     if EXCLUDED or IDS != NO_IDS:  # noqa: SIM102 (decided as it is compiled)
         if touched(i, j, column0 + column, m, n, masks, False, EXCLUDED, IDS):
             positive, admitted = pairs(i, j, m, n, masks, False, EXCLUDED, IDS)
@@ -151,31 +148,19 @@ def _limited(
     # each branch leaves one tile: two are more than the registers hold
     if fast:
         power = tl.math.exp2(acc * alpha - reference)
-        of_row = _vector(row_vectors, FOLDED, i, m, RAGGED)[:, None]
-        value = _within(power * of_row, compared, factor, row_limits, i, m, 1)
+        of_row = power * _vector(row_vectors, FOLDED, i, m, RAGGED)[:, None]
+        value = within_limits(of_row, 0.0, compared, factor, row_limits, i, m, 1)
         if TWO_SIDED:
-            of_column = _vector(column_vectors, FOLDED, j, n, RAGGED)[None, :]
-            value += _within(power * of_column, compared, factor, column_limits, j, n, 0)
+            of_column = power * _vector(column_vectors, FOLDED, j, n, RAGGED)[None, :]
+            value += within_limits(of_column, 0.0, compared, factor, column_limits, j, n, 0)
     else:
         x = rounded(acc, alpha)
-        value = _within(_direction(x, row_vectors, i, m, RAGGED, 1), compared, factor, row_limits, i, m, 1)
+        of_row = _direction(x, row_vectors, i, m, RAGGED, 1)
+        value = within_limits(of_row, 0.0, compared, factor, row_limits, i, m, 1)
         if TWO_SIDED:
-            value += _within(_direction(x, column_vectors, j, n, RAGGED, 0), compared, factor, column_limits, j, n, 0)
+            of_column = _direction(x, column_vectors, j, n, RAGGED, 0)
+            value += within_limits(of_column, 0.0, compared, factor, column_limits, j, n, 0)
     return value
-
-
-@triton.jit
-def _within(value, compared, factor, limits, i, length, AXIS: tl.constexpr):
-    """The value, and 0 beyond the limits where there are some."""
-    return value if limits is None else tl.where(beyond(compared, factor, limits, i, length, AXIS), 0.0, value)
-
-
-@triton.jit
-def halves(tile):
-    """The left and the right half of a tile."""
-    BM: tl.constexpr = tile.shape[0]
-    BN: tl.constexpr = tile.shape[1]
-    return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
 @triton.jit

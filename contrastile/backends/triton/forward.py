@@ -29,13 +29,13 @@ from contrastile.backends.triton.tiles import (
     REFERENCE,
     TARGET,
     THRESHOLD,
-    any_beyond,
-    beyond,
     dots,
+    halves,
     pairs,
     place,
     touched,
     within,
+    within_limits,
 )
 
 # 64-bit sizes would be compiled for every divisibility; these are not
@@ -75,46 +75,70 @@ def lse_tiles(
     EMPTY: tl.constexpr = float("-inf") if SAFE else 0.0
     ends = (tl.load(diagonals), tl.load(diagonals + 1)) if APART else (0, 0)
     path, masks = (alpha, reference, ends), (positives, excluded, row_ids, column_ids)
-    chunk = m, n, row0, column0, height, width
-    # a fused loop may hold no branch on what it has computed
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not LIMITED):
+    limits, chunk = (row_limits, column_limits), (m, n, row0, column0, height, width)
+    HALVED: tl.constexpr = LIMITED and not SAFE and IDS != TARGET and guide_rows is None
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
-        acc = dots(rows, columns, r * BM, c * BN, depth, BM, BN, BK, PRECISION, DIVIDED)
-        i, j = r * BM + tl.arange(0, BM), c * BN + tl.arange(0, BN)
-        row_size, column_size = column_tiles.to(tl.int64) * height, row_tiles.to(tl.int64) * width
-        row_to, column_to = row_parts + c.to(tl.int64) * height + i, column_parts + r.to(tl.int64) * width + j
-        to = row_to, row_size, column_to, column_size
+        row, column = r * BM, c * BN
+        acc = dots(rows, columns, row, column, depth, BM, BN, BK, PRECISION, DIVIDED)
         compared, factor = acc, alpha
         if guide_rows is not None:
             factor = None
-            compared = dots(guide_rows, guide_columns, r * BM, c * BN, guide_depth, BM, BN, BK, PRECISION, DIVIDED)
-        if LIMITED and (
-            guide_rows is not None or any_beyond(acc, alpha, row_limits, column_limits, row0 + i, column0 + j, m, n)
-        ):
-            # both branches have all of it: logits and their terms together are more than the registers hold
-            x = _terms(acc, r, c, path, masks, chunk, to, SAFE, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
-            if row_limits is not None:
-                of_rows = tl.where(beyond(compared, factor, row_limits, row0 + i, m, 1), EMPTY, x)
-                _leave(of_rows, row_to, row_size, i < height, SAFE, 1)
-            else:
-                _leave(x, row_to, row_size, i < height, SAFE, 1)
-            if column_limits is not None:
-                x = tl.where(beyond(compared, factor, column_limits, column0 + j, n, 0), EMPTY, x)
+            compared = dots(guide_rows, guide_columns, row, column, guide_depth, BM, BN, BK, PRECISION, DIVIDED)
+        i = row + tl.arange(0, BM)
+        row_size, column_size = column_tiles.to(tl.int64) * height, row_tiles.to(tl.int64) * width
+        row_to, column_to = row_parts + c.to(tl.int64) * height + i, column_parts + r.to(tl.int64) * width
+        to = row_to, row_size, column_to, column_size
+        given = path, masks, limits, chunk, to
+        if SAFE:
+            x = _terms(acc, row, column, given, SAFE, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
+            of_rows = within_limits(x, EMPTY, compared, factor, row_limits, row0 + i, m, 1)
+            _leave(of_rows, row_to, row_size, i < height, 1)
             if COLUMNS:
-                _leave(x, column_to, column_size, j < width, SAFE, 0)
+                j = column + tl.arange(0, BN)
+                of_columns = within_limits(x, EMPTY, compared, factor, column_limits, column0 + j, n, 0)
+                _leave(of_columns, column_to + j, column_size, j < width, 0)
+        elif HALVED:
+            # a tile of terms and one of logits together are more than the registers hold
+            left, right = halves(acc)
+            total = _sums(left, left, factor, row, column, given, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
+            column += BN // 2
+            total += _sums(right, right, factor, row, column, given, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
+            tl.store(row_to, total, mask=i < height)
         else:
-            x = _terms(acc, r, c, path, masks, chunk, to, SAFE, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
-            _leave(x, row_to, row_size, i < height, SAFE, 1)
-            if COLUMNS:
-                _leave(x, column_to, column_size, j < width, SAFE, 0)
+            total = _sums(acc, compared, factor, row, column, given, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
+            tl.store(row_to, total, mask=i < height)
+
+
+@triton.jit
+def _sums(
+    acc, compared, factor, row, column, given, COLUMNS: tl.constexpr, POSITIVES: tl.constexpr, EXCLUDED: tl.constexpr,
+    IDS: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """The rows' sums of the fast path, of a tile or of a part of it; leaves the columns'.
+
+    compared, factor: what ``beyond`` takes first.
+    """
+    _path, _masks, limits, chunk, to = given
+    row_limits, column_limits = limits
+    m, n, row0, column0, _height, width = chunk
+    _row_to, _row_size, column_to, _column_size = to
+    i, j = row + tl.arange(0, acc.shape[0]), column + tl.arange(0, acc.shape[1])
+    x = _terms(acc, row, column, given, False, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
+    total = tl.sum(within_limits(x, 0.0, compared, factor, row_limits, row0 + i, m, 1), 1)
+    if COLUMNS:
+        of_columns = within_limits(x, 0.0, compared, factor, column_limits, column0 + j, n, 0)
+        tl.store(column_to + j, tl.sum(of_columns, 0), mask=j < width)
+    return total
 
 
 @triton.jit
 def _terms(
-    acc, r, c, path, masks, chunk, to, SAFE: tl.constexpr, COLUMNS: tl.constexpr, POSITIVES: tl.constexpr,
+    acc, row, column, given, SAFE: tl.constexpr, COLUMNS: tl.constexpr, POSITIVES: tl.constexpr,
     EXCLUDED: tl.constexpr, IDS: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """The terms of a tile's sums (fast), or their logits (safe), without what is no negative; leaves the positives."""
+    path, masks, _limits, chunk, to = given
     alpha, reference, ends = path
     positives, _excluded, _row_ids, _column_ids = masks
     m, n, row0, column0, height, width = chunk
@@ -123,7 +147,7 @@ def _terms(
     BN: tl.constexpr = acc.shape[1]
     MASKED: tl.constexpr = EXCLUDED or IDS != NO_IDS
     EMPTY: tl.constexpr = float("-inf") if SAFE else 0.0
-    i, j = r * BM + tl.arange(0, BM), c * BN + tl.arange(0, BN)
+    i, j = row + tl.arange(0, BM), column + tl.arange(0, BN)
     if SAFE:
         x = rounded(acc, alpha)
         if RAGGED:
@@ -131,17 +155,17 @@ def _terms(
             x = tl.where((i < height)[:, None] & (j < width)[None, :], x, EMPTY)
     else:
         x = tl.math.exp2(acc * alpha - reference)
-        if RAGGED and (r == tl.cdiv(height, BM) - 1 or c == tl.cdiv(width, BN) - 1):
+        if RAGGED and (row + BM > height or column + BN > width):
             x = tl.where((i < height)[:, None] & (j < width)[None, :], x, EMPTY)
     if POSITIVES and not MASKED:
-        corner = (column0 - row0) + (c * BN - r * BM)
+        corner = (column0 - row0) + (column - row)
         if (corner - BM < ends[1]) & (corner + BN > ends[0]):
-            named = within(positives + row0, i, i < height, column0 + c * BN, BN, tl.int32)
+            named = within(positives + row0, i, i < height, column0 + column, BN, tl.int32)
             x = tl.where(named[:, None] == tl.arange(0, BN)[None, :], EMPTY, x)
     if MASKED:
         NEXT: tl.constexpr = 2 if SAFE else 1
-        row_to, column_to = row_to + NEXT * row_size, column_to + NEXT * column_size
-        if touched(row0 + i, column0 + j, column0 + c * BN, m, n, masks, POSITIVES, EXCLUDED, IDS):
+        row_to, column_to = row_to + NEXT * row_size, column_to + NEXT * column_size + j
+        if touched(row0 + i, column0 + j, column0 + column, m, n, masks, POSITIVES, EXCLUDED, IDS):
             positive, admitted = pairs(row0 + i, column0 + j, m, n, masks, POSITIVES, EXCLUDED, IDS)
             x = tl.where(admitted & (positive == 0), x, EMPTY)
             if IDS == TARGET:
@@ -158,14 +182,11 @@ def _terms(
 
 
 @triton.jit
-def _leave(x, to, size, inside, SAFE: tl.constexpr, AXIS: tl.constexpr):
-    """What a tile leaves along an axis of terms of a sum (fast) or of logits (safe)."""
-    if SAFE:
-        top = _finite(tl.max(x, AXIS))
-        tl.store(to, top, mask=inside)
-        tl.store(to + size, tl.sum(tl.math.exp2(x - tl.expand_dims(top, AXIS)), AXIS), mask=inside)
-    else:
-        tl.store(to, tl.sum(x, AXIS), mask=inside)
+def _leave(x, to, size, inside, AXIS: tl.constexpr):
+    """What a tile of logits leaves along an axis on the safe path."""
+    top = _finite(tl.max(x, AXIS))
+    tl.store(to, top, mask=inside)
+    tl.store(to + size, tl.sum(tl.math.exp2(x - tl.expand_dims(top, AXIS)), AXIS), mask=inside)
 
 
 @triton.jit

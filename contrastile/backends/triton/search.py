@@ -20,7 +20,7 @@ from contrastile.backends.triton.common import empties
 from contrastile.backends.triton.kernel import kernel
 from contrastile.backends.triton.launch import grid, on_device
 from contrastile.backends.triton.operands import BlockPass, features_of
-from contrastile.backends.triton.tiles import NO_IDS, beyond, dots, pairs, place, touched
+from contrastile.backends.triton.tiles import NO_IDS, dots, pairs, place, touched, within_limits
 
 # what is made of a tile
 _COUNT, _PEAKS, _COLLECT = (tl.constexpr(x) for x in range(3))
@@ -61,7 +61,7 @@ def search_tiles(
         if WHAT != _PEAKS:
             bar = tl.load(bars + i, mask=inside, other=float("inf"))[:, None]
         if limits is not None:
-            x = tl.where(beyond(x, None, limits, i, m, 1), under, x)
+            x = within_limits(x, under, x, None, limits, i, m, 1)
         if WHAT == _COUNT:
             x = tl.where(x < bar, 1.0, 0.0)
         if RAGGED and c == column_tiles - 1:

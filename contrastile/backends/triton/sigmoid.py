@@ -16,12 +16,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.backends.triton.backward import halves
 from contrastile.backends.triton.kernel import kernel
 from contrastile.backends.triton.logits import LOG2E
 from contrastile.backends.triton.parts import store_parts
 from contrastile.backends.triton.precheck import near_top
-from contrastile.backends.triton.tiles import BIAS, GRADIENT_SCALE, NO_IDS, TARGET, dots, place, within
+from contrastile.backends.triton.tiles import BIAS, GRADIENT_SCALE, NO_IDS, TARGET, dots, halves, place, within
 
 LN2 = tl.constexpr(0.6931471805599453)
 

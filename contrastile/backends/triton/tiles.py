@@ -78,6 +78,14 @@ def dots(
 
 
 @triton.jit
+def halves(tile):
+    """The left and the right half of a tile."""
+    BM: tl.constexpr = tile.shape[0]
+    BN: tl.constexpr = tile.shape[1]
+    return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
 def within(named, i, inside, start, length, DTYPE: tl.constexpr):
     """Which of the ``length`` columns from ``start`` the rows i name, counted from there; -1 where none of them."""
     at = tl.load(named + i, mask=inside, other=-1) - start
@@ -115,15 +123,9 @@ def beyond(acc, alpha, limits, i, length, AXIS: tl.constexpr):
 
 
 @triton.jit
-def any_beyond(acc, alpha, row_limits, column_limits, i, j, m, n):
-    """Whether the largest logit of a tile is beyond the least limit of its rows i and columns j: in few tiles."""
-    least = tl.full((), float("inf"), tl.float32)
-    if row_limits is not None:
-        least = tl.min(tl.load(row_limits + i, mask=i < m, other=float("inf")), 0)
-    if column_limits is not None:
-        least = tl.minimum(least, tl.min(tl.load(column_limits + j, mask=j < n, other=float("inf")), 0))
-    # in one go: of a maximum of maxima Triton 3.7 has no layout on sm_100
-    return tl.max(tl.reshape(rounded(acc, alpha), (acc.shape[0] * acc.shape[1],), can_reorder=True), 0) > least
+def within_limits(x, under, compared, factor, limits, i, length, AXIS: tl.constexpr):
+    """``x``, and ``under`` where it is ``beyond`` the limits; x itself where there are none."""
+    return x if limits is None else tl.where(beyond(compared, factor, limits, i, length, AXIS), under, x)
 
 
 @triton.jit
