@@ -123,9 +123,9 @@ class ArrayLibrary:
     def row_dots(self, a: Array, b: Array, dtype: str) -> Array:
         """``sum_k a_ik b_ik``, (m,), in this dtype and without a gradient; chunks bound the temporary."""
         a, b = self.detached(a), self.detached(b)
-        starts = range(0, max(a.shape[0], 1), 4096)
-        parts = [[self.cast(x[start : start + 4096], dtype) for x in (a, b)] for start in starts]
-        return self.concat([(x * y).sum(1) for x, y in parts])
+        rows = max((1 << 22) // max(a.shape[1], 1), 1)
+        parts = [(a[start : start + rows], b[start : start + rows]) for start in range(0, max(a.shape[0], 1), rows)]
+        return self.concat([self.cast((self.cast(x, dtype) * y).sum(1), dtype) for x, y in parts])
 
     def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
         """``x * factor`` rounded once to ``dtype``; with ``consume``, x may be overwritten to save memory."""
