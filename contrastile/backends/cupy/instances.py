@@ -10,11 +10,13 @@ from contrastile.backends.cupy.build import Instance
 from contrastile.backends.cupy.configs import Family, kernel_family
 from contrastile.backends.passes import own_references
 
-PLAIN, LIMITS, EXCLUSIONS, DROP, DROP_LIMITS, TARGET = MASKS = range(6)
+PLAIN, LIMITS, GUIDE, EXCLUSIONS, DROP, DROP_LIMITS, DROP_GUIDE, TARGET = MASKS = range(8)
 """Which pairs may not count: see ``pairs.cuh``."""
 
-LIMITED = LIMITS, DROP_LIMITS
-"""The masks that only the kernels of the log-sum-exps and of their gradients have, and not those of narrow features."""
+GUIDED = GUIDE, DROP_GUIDE
+LIMITED = LIMITS, DROP_LIMITS, *GUIDED
+"""The masks that only the kernels of the log-sum-exps and of their gradients have, and not those of narrow features;
+those with a guide Hopper's own alone."""
 
 ELEMENTS = {"float16": "contrastile::float16", "bfloat16": "contrastile::bfloat16", "float32": "float"}
 """The C++ name of a dtype."""
@@ -53,7 +55,8 @@ def tile_kernel(
     full = f"{name}_{family.name}"
     flags = (mask,) if safe is None else (int(safe), mask)
     if family.stages is None:
-        return instance(full, full, ELEMENTS[dtype], *flags)
+        kernel = f"{name}_guided_{family.name}" if mask in GUIDED else full
+        return instance(full, kernel, ELEMENTS[dtype], *flags)
     return instance(full, full, _arithmetic(dtype, precision), *flags, family.stages)
 
 
@@ -108,6 +111,8 @@ def _every(capability: int) -> Iterator[Instance]:
         # Hopper's own tile kernels, and the others
         for mask, hopper, precision in product(MASKS, (True, False), precisions):
             family = kernel_family(dtype, capability, hopper=hopper)
+            if mask in GUIDED and not family.maps:
+                continue
             for safe in (True,) if own_references(dtype) else (False, True):
                 yield tile_kernel("forward", family, dtype, mask, safe=safe, precision=precision)
             for name in ("gradient",) if mask in LIMITED else ("gradient", "sigmoid"):

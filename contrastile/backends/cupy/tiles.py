@@ -25,8 +25,10 @@ from contrastile.backends.cupy.configs import (
 )
 from contrastile.backends.cupy.instances import (
     DROP,
+    DROP_GUIDE,
     DROP_LIMITS,
     EXCLUSIONS,
+    GUIDE,
     LIMITED,
     LIMITS,
     PLAIN,
@@ -71,21 +73,25 @@ class Tiles:
     def __init__(self, block: Block, precision: str) -> None:
         self.precision = precision
         self.rows, self.columns = aligned(block.rows), aligned(block.columns)
+        of_guide = block.pairs.row_guide, block.pairs.column_guide
+        self.guide = [aligned(x) for x in of_guide if x is not None]
         self.dtype = dtype_name(self.rows.dtype)
         self.exact = own_references(self.dtype)
         self.pairs = contiguous_pairs(block.pairs if not block.pairs.limited else _limited(block), contiguous)
         without_ids = PLAIN if self.pairs.excluded is None else EXCLUSIONS
         self.mask = {"drop": DROP, "target": TARGET, None: without_ids}[self.pairs.of_ids]
         if block.pairs.limited:
-            self.mask = LIMITS if self.mask == PLAIN else DROP_LIMITS
+            masks = (GUIDE, DROP_GUIDE) if self.guide else (LIMITS, DROP_LIMITS)
+            self.mask = masks[self.mask != PLAIN]
         device = cupy.cuda.get_device_id()
         self.family: Family = kernel_family(self.dtype, capability(device), hopper=uses_hopper_kernels())
         self.multiprocessors = multiprocessors(device)
 
     @cached_property
-    def _maps(self) -> tuple[bytes, bytes]:
-        high = self.family.bn // self.family.cluster
-        return tensor_map(self.rows, (self.family.bm, _WIDE)), tensor_map(self.columns, (high, _WIDE))
+    def _maps(self) -> tuple[bytes, ...]:
+        heights = self.family.bm, self.family.bn // self.family.cluster
+        read = self.rows, self.columns, *self.guide
+        return tuple(tensor_map(x, (heights[i % 2], _WIDE)) for i, x in enumerate(read))
 
     def common(self, chunk: Chunk) -> dict[str, Any]:
         """The arguments that every tile kernel takes."""
@@ -99,6 +105,7 @@ class Tiles:
             row_stride=row_stride(self.rows),
             column_stride=row_stride(self.columns),
             depth=self.rows.shape[1],
+            guide_depth=self.guide[0].shape[1] if self.guide else 0,
             band=self.family.band,
         )
 
@@ -202,7 +209,7 @@ class Tiles:
 
 
 def _limited(block: Block) -> Pairs:
-    """A block's pairs as the kernels of limits take them: both given, in base 2 and without the bias.
+    """A block's pairs as the kernels of limits take them: both given; of logits in base 2 and without the bias.
 
     Exclusions go with ids there: without any, all are given different ones.
     """
@@ -215,6 +222,8 @@ def _limited(block: Block) -> Pairs:
     def limits(given: Any, length: int) -> Any:
         if given is None:
             return cupy.full(length, cupy.inf, "float32")
+        if pairs.row_guide is not None:
+            return given
         return (given - (0.0 if block.bias is None else block.bias)) * np.float32(math.log2(math.e))
 
     return replace(

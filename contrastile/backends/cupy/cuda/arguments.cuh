@@ -22,6 +22,7 @@ struct Features {
     const void* columns;  // (n, depth) of T
     long long row_stride, column_stride;
     int depth;
+    int guide_depth;      // features of the guide, whose maps a guided kernel takes too; else 0
     int band;             // tile rows (sm_90a: pairs of tile rows) walked together, so that they share the L2 cache
 };
 

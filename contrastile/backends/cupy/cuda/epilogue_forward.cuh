@@ -32,7 +32,7 @@ __device__ __forceinline__ int first_group(int lane) {
 
 // Sums of 2^(dot scale + shift): one exponential an element, for rows and columns.
 //
-// row: [strip][q]. column: shared, 8 GROUPS floats of this warp. limits: NoLimits or Limits.
+// row: [strip][q]. column: shared, 8 GROUPS floats of this warp. limits: NoLimits, Limits or a Verdict.
 // Hazard: beside 96 STRIPS accumulators a list of all column sums spills. The first of its three halvings is fused with
 // the exponentials, so that it never holds more than GROUPS values.
 template <int STRIPS, int GROUPS, class L>
@@ -47,15 +47,15 @@ __device__ __forceinline__ void shared_sums(const float (&dot)[STRIPS][4 * GROUP
         float sum[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int at = 4 * (i / 2 + h * (GROUPS / 2)) + i % 2, place = 8 * (i / 2 + h * (GROUPS / 2)) + i % 2;
+            const int at = 4 * (i / 2 + h * (GROUPS / 2)) + i % 2;
             sum[h] = 0.0f;
 #pragma unroll
             for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
                 for (int q = 0; q < 2; ++q) {
                     const float x = dot[s][at + 2 * q], power = exp2_fast(fmaf(x, scale, shift));
-                    if (!limits.beyond_row(x, s, q)) row[s][q] += power;
-                    if (!limits.beyond_column(x, place)) sum[h] += power;
+                    if (!limits.beyond_row(x, s, at + 2 * q)) row[s][q] += power;
+                    if (!limits.beyond_column(x, s, at + 2 * q)) sum[h] += power;
                 }
         }
         list[i] = (upper ? sum[1] : sum[0]) + across(upper ? sum[0] : sum[1], 16);
@@ -126,8 +126,8 @@ template <int GROUPS, class L>
 __device__ __forceinline__ float own_row_sum(const float (&dot)[4 * GROUPS], int s, int q, float scale, const L& limits,
                                              float& reference) {
     const auto counted = [&](int i) {
-        const float x = dot[4 * (i / 2) + 2 * q + i % 2];
-        return limits.beyond_row(x, s, q) ? nothing(scale) : x;
+        const int at = 4 * (i / 2) + 2 * q + i % 2;
+        return limits.beyond_row(dot[at], s, at) ? nothing(scale) : dot[at];
     };
     float top = nothing(scale);
 #pragma unroll
@@ -152,8 +152,8 @@ __device__ __forceinline__ void own_sums(const float (&dot)[STRIPS][4 * GROUPS],
 #pragma unroll
     for (int i = 0; i < 2 * GROUPS; ++i) {
         const auto counted = [&](int s, int q) {
-            const float x = dot[s][4 * (i / 2) + 2 * q + i % 2];
-            return limits.beyond_column(x, 8 * (i / 2) + i % 2) ? nothing(scale) : x;
+            const int at = 4 * (i / 2) + 2 * q + i % 2;
+            return limits.beyond_column(dot[s][at], s, at) ? nothing(scale) : dot[s][at];
         };
         float top = nothing(scale);
 #pragma unroll

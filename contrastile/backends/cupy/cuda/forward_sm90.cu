@@ -5,6 +5,8 @@
 // Each tile writes one partial a row and one a column; a fold adds them in the order of the tiles, so the result does
 // not depend on which tile was first.
 //
+// forward_guided_sm90<T, SAFE, MASK>: the same with limits of a guide's dots.
+//
 // forward_keeping_sm90<T>: the fast path without masks, which keeps its exponentials too, rounded to T:
 // (height, width), through a tensor map; 0 for positives.
 #include "epilogue_forward.cuh"
@@ -27,6 +29,7 @@ struct ForwardEpilogue {
     Storage& storage;
     int consumer, warp;
     float alpha, shift;
+    Verdict<STRIPS, PRODUCT_VALUES> verdict;
 
     __device__ __forceinline__ ForwardEpilogue(const ForwardArguments& a, const TensorMap&, unsigned char* memory,
                                                int consumer_, int warp_)
@@ -45,10 +48,25 @@ struct ForwardEpilogue {
         storage.pairs.prefetch(arguments.pairs, arguments.chunk, tile, consumer_thread(), named(tile));
     }
 
+    __device__ __forceinline__ void judge(const float (&guide)[STRIPS][PRODUCT_VALUES]) {
+        verdict.decide(guide, storage.pairs.limits(1.0f, warp, lane()));
+    }
+
     __device__ __forceinline__ void process(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
         leave_negatives(acc, tile);
+        if constexpr (GUIDED<MASK>)
+            add_up(acc, tile, verdict);
+        else
+            add_up(acc, tile, storage.pairs.limits(arguments.plan->alpha, warp, lane()));
+    }
+
+    __device__ __forceinline__ void end() {}
+
+  protected:
+    template <class L>
+    __device__ __forceinline__ void add_up(const float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile,
+                                           const L& limits) {
         const int lane = this->lane();
-        const auto limits = storage.pairs.limits(arguments.plan->alpha, warp, lane);
         float row[STRIPS][2], reference[STRIPS][2];
         if (SAFE)
             guarded_sums<STRIPS, GROUPS>(acc, alpha, lane, row, reference, storage.sums[warp], storage.others[warp],
@@ -58,9 +76,6 @@ struct ForwardEpilogue {
         write_sums(row, reference, tile);
     }
 
-    __device__ __forceinline__ void end() {}
-
-  protected:
     // Read anew each time, as consumer_thread is.
     static __device__ __forceinline__ int lane() { return consumer_thread() % 32; }
 
@@ -252,7 +267,18 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)
     forward_sm90(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
                  const __grid_constant__ ForwardArguments arguments) {
     if ((arguments.plan->status != 0) != (SAFE != 0)) return;  // the other instance's work
-    run_pipeline<T, ForwardEpilogue<SAFE, MASK>>(rows, columns, rows, arguments);
+    run_pipeline<T, ForwardEpilogue<SAFE, MASK>>({source(rows, columns, arguments.features.depth)}, rows, arguments);
+}
+
+template <class T, int SAFE, int MASK>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)
+    forward_guided_sm90(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
+                        const __grid_constant__ TensorMap guide_rows, const __grid_constant__ TensorMap guide_columns,
+                        const __grid_constant__ ForwardArguments arguments) {
+    if ((arguments.plan->status != 0) != (SAFE != 0)) return;  // the other instance's work
+    run_pipeline<T, ForwardEpilogue<SAFE, MASK>>({source(guide_rows, guide_columns, arguments.features.guide_depth),
+                                                  source(rows, columns, arguments.features.depth)},
+                                                 rows, arguments);
 }
 
 template <class T>
@@ -261,7 +287,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)
                          const __grid_constant__ TensorMap exponentials,
                          const __grid_constant__ ForwardArguments arguments) {
     if (arguments.plan->status != 0) return;  // forward_sm90's work
-    run_pipeline<T, KeepingEpilogue<T>>(rows, columns, exponentials, arguments);
+    run_pipeline<T, KeepingEpilogue<T>>({source(rows, columns, arguments.features.depth)}, exponentials, arguments);
 }
 
 }  // namespace contrastile

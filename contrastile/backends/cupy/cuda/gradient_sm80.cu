@@ -57,7 +57,7 @@ __device__ __forceinline__ void strip_of_g(float (&value)[4 * GROUPS], int s, co
             const float dot = value[4 * g + e];
             float x = attraction<EXPONENT, LIMITED<MASK>>(dot, alpha, reference, first[q], weight[q],
                                            c ? column_first.y : column_first.x, c ? column_weight.y : column_weight.x,
-                                           limits.beyond_row(dot, s, q), limits.beyond_column(dot, 8 * g + c));
+                                           limits.beyond_row(dot, s, 4 * g + e), limits.beyond_column(dot, s, 4 * g + e));
             if (MASK >= EXCLUSIONS && masked) {
                 const Standing pair = standing<MASK>(rows[q], 8 * g + c, c ? id.y : id.x);
                 if (!pair.admitted) x = 0.0f;

@@ -1,6 +1,7 @@
 // gradient_scale * G of one chunk, rounded once to the features' dtype, for sm_90a.
 //
-// gradient_sm90<T, MASK>: grid, threads and shared memory as forward_sm90.
+// gradient_sm90<T, MASK>: grid, threads and shared memory as forward_sm90. gradient_guided_sm90<T, MASK>: the same with
+// limits of a guide's dots.
 // The exponent (epilogue_gradient.cuh) is chosen on the device from the plan. Positives, by index or by ids, have theirs
 // in float32: a warp that has a positive by index runs the same code with one comparison an element.
 #include "epilogue_gradient.cuh"
@@ -39,6 +40,7 @@ struct GradientEpilogue {
     Storage& storage;
     int consumer, warp;
     float alpha, reference;
+    Verdict<STRIPS, PRODUCT_VALUES> verdict;
 
     __device__ __forceinline__ GradientEpilogue(const GradientArguments& a, const TensorMap& g_, unsigned char* memory_,
                                                 int consumer_, int warp_)
@@ -68,6 +70,10 @@ struct GradientEpilogue {
         if (exponent != ROWS)
             storage.column.prefetch(arguments.column, exponent, chunk.column + tile.column, chunk.width - tile.column,
                                  thread);
+    }
+
+    __device__ __forceinline__ void judge(const float (&guide)[STRIPS][PRODUCT_VALUES]) {
+        verdict.decide(guide, storage.pairs.limits(1.0f, warp, consumer_thread() % 32));
     }
 
     __device__ __forceinline__ void process(const float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) const {
@@ -130,7 +136,12 @@ struct GradientEpilogue {
         const int lane = consumer_thread() % 32, first = 2 * (lane & 3);
         const Writer writer(g, slabs, lane);
         // what is needed of the rows is held from the start where there are registers, else read anew for each slab
-        const auto limits = storage.pairs.limits(alpha, warp, lane);
+        const auto limits = [&] {
+            if constexpr (GUIDED<MASK>)
+                return verdict;
+            else
+                return storage.pairs.limits(alpha, warp, lane);
+        }();
         Rows held[STRIPS];
         if (!POSITIVES)
 #pragma unroll
@@ -189,8 +200,8 @@ struct GradientEpilogue {
             const int q = e >> 1, c = e & 1, column = 8 * g + c;
             value[e] = attraction<EXPONENT, LIMITED<MASK>>(dot[4 * g + e], alpha, reference, rows.first[q], rows.weight[q],
                                             c ? column_first.y : column_first.x, c ? weight.y : weight.x,
-                                            limits.beyond_row(dot[4 * g + e], s, q),
-                                            limits.beyond_column(dot[4 * g + e], column));
+                                            limits.beyond_row(dot[4 * g + e], s, 4 * g + e),
+                                            limits.beyond_column(dot[4 * g + e], s, 4 * g + e));
             if (!POSITIVES) continue;
             const Standing pair = standing<MASK>(rows.pair[q], column, c ? id.y : id.x);
             if (MASK >= EXCLUSIONS && !pair.admitted) value[e] = 0.0f;
@@ -212,7 +223,17 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)
     gradient_sm90(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
                   const __grid_constant__ TensorMap g, const __grid_constant__ GradientArguments arguments) {
     if (arguments.in_place_of_kept && arguments.plan->kept) return;
-    run_pipeline<T, GradientEpilogue<T, MASK>>(rows, columns, g, arguments);
+    run_pipeline<T, GradientEpilogue<T, MASK>>({source(rows, columns, arguments.features.depth)}, g, arguments);
+}
+
+template <class T, int MASK>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)
+    gradient_guided_sm90(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
+                         const __grid_constant__ TensorMap guide_rows, const __grid_constant__ TensorMap guide_columns,
+                         const __grid_constant__ TensorMap g, const __grid_constant__ GradientArguments arguments) {
+    run_pipeline<T, GradientEpilogue<T, MASK>>({source(guide_rows, guide_columns, arguments.features.guide_depth),
+                                                source(rows, columns, arguments.features.depth)},
+                                               g, arguments);
 }
 
 }  // namespace contrastile

@@ -140,7 +140,7 @@ struct alignas(16) PairStorage {
         return found;
     }
 
-    // What limits the pairs of a thread; alpha: the plan's.
+    // What limits the pairs of a thread; alpha: see Limits.
     __device__ __forceinline__ auto limits(float alpha, int warp, int lane) const {
         if constexpr (LIMITED<MASK>) {
             Limits<STRIPS> found;

@@ -17,14 +17,18 @@ namespace contrastile {
 enum Mask {
     PLAIN = 0,        // every pair is admitted
     LIMITS = 1,       // and a side leaves out negatives beyond its limit
-    EXCLUSIONS = 2,   // some are excluded by index
-    DROP = 3,         // equal ids hide a pair that is not positive; exclusions by index where given
-    DROP_LIMITS = 4,  // and a side leaves out negatives beyond its limit
-    TARGET = 5        // equal ids make a pair positive; exclusions by index where given
+    GUIDE = 2,        // likewise, a guide's dots being compared (sm_90a)
+    EXCLUSIONS = 3,   // some are excluded by index
+    DROP = 4,         // equal ids hide a pair that is not positive; exclusions by index where given
+    DROP_LIMITS = 5,  // and a side leaves out negatives beyond its limit
+    DROP_GUIDE = 6,   // likewise, a guide's dots being compared (sm_90a)
+    TARGET = 7        // equal ids make a pair positive; exclusions by index where given
 };
 
 template <int MASK>
-constexpr bool LIMITED = MASK == LIMITS || MASK == DROP_LIMITS;
+constexpr bool GUIDED = MASK == GUIDE || MASK == DROP_GUIDE;
+template <int MASK>
+constexpr bool LIMITED = MASK == LIMITS || MASK == DROP_LIMITS || GUIDED<MASK>;
 
 // act(s, q) for each of a thread's rows.
 template <int STRIPS, class Act>
@@ -83,7 +87,7 @@ __device__ __forceinline__ Standing standing(const PairRow& row, int column, lon
     const bool visible = MASK < EXCLUSIONS || row.excluded != column;
     if (MASK == TARGET) return {visible && row.id == column_id, visible};
     const bool positive = row.positive == column;
-    if (MASK == DROP || MASK == DROP_LIMITS) return {positive, positive || (visible && row.id != column_id)};
+    if (MASK >= DROP) return {positive, positive || (visible && row.id != column_id)};
     return {positive, visible};
 }
 
@@ -107,22 +111,49 @@ __device__ __forceinline__ float usable_scale(float scale) { return scale == 0.0
 // -inf, not 0: a zero pad wins the maximum when every logit is negative.
 __device__ __forceinline__ float nothing(float scale) { return scale < 0.0f ? infinity() : -infinity(); }
 
-// Whether a pair counts for its row and for its column, where both always do.
+// Whether value `at` of strip s, this dot, does not count for its row, or for its column: here both always do.
 struct NoLimits {
     __device__ __forceinline__ bool beyond_row(float, int, int) const { return false; }
-    __device__ __forceinline__ bool beyond_column(float, int) const { return false; }
+    __device__ __forceinline__ bool beyond_column(float, int, int) const { return false; }
 };
 
 // The same where each has a limit. `columns` points at that of the thread's first column; `alpha` is the plan's, in the
-// forward and in the backward pass: they compare the same bits. False for NaN.
+// forward and in the backward pass: they compare the same bits. Of a guide's dots it is 1. False for NaN.
 template <int STRIPS>
 struct Limits {
     float alpha;
     float rows[STRIPS][2];
     const float* columns;
 
-    __device__ __forceinline__ bool beyond_row(float dot, int s, int q) const { return dot * alpha > rows[s][q]; }
-    __device__ __forceinline__ bool beyond_column(float dot, int column) const { return dot * alpha > columns[column]; }
+    __device__ __forceinline__ bool beyond_row(float dot, int s, int at) const {
+        return dot * alpha > rows[s][at >> 1 & 1];
+    }
+    __device__ __forceinline__ bool beyond_column(float dot, int, int at) const {
+        return dot * alpha > columns[8 * (at / 4) + at % 2];
+    }
+};
+
+// The same where another dot has decided: a bit for each value of a thread.
+template <int STRIPS, int VALUES>
+struct Verdict {
+    static_assert(VALUES % 32 == 0, "a strip has whole words");
+    unsigned rows[STRIPS][VALUES / 32], columns[STRIPS][VALUES / 32];
+
+    __device__ __forceinline__ bool beyond_row(float, int s, int at) const { return rows[s][at / 32] >> at % 32 & 1; }
+    __device__ __forceinline__ bool beyond_column(float, int s, int at) const {
+        return columns[s][at / 32] >> at % 32 & 1;
+    }
+
+    __device__ __forceinline__ void decide(const float (&dot)[STRIPS][VALUES], const Limits<STRIPS>& limits) {
+#pragma unroll
+        for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+            for (int at = 0; at < VALUES; ++at) {
+                if (at % 32 == 0) rows[s][at / 32] = columns[s][at / 32] = 0;
+                if (limits.beyond_row(dot[s][at], s, at)) rows[s][at / 32] |= 1u << at % 32;
+                if (limits.beyond_column(dot[s][at], s, at)) columns[s][at / 32] |= 1u << at % 32;
+            }
+    }
 };
 
 // Overwrites with `none` the dots of pairs that do not count: not admitted, their row not inside, their column (from the

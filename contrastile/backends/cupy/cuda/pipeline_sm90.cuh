@@ -2,7 +2,8 @@
 //
 // A block has three warpgroups. One thread of the first, the producer, feeds a ring of STAGES stages in shared memory,
 // each one step of 64 features: 128 rows and 192 columns. The other two, the consumers, own whole tiles of 128 x 192
-// and alternate: while one runs its epilogue the tensor cores work for the other.
+// and alternate: while one runs its epilogue the tensor cores work for the other. A guided kernel has two passes over
+// each tile, the guide's products and then the features': both consumers do the first before either does the second.
 //
 // Blocks come in clusters of two: the same columns, neighbouring rows. Each block copies half of the columns to both,
 // so that columns cross from L2 once a cluster. A stage is therefore free only when both blocks have read it.
@@ -119,26 +120,37 @@ struct Ring {
     }
 };
 
-template <int STAGES>
-__device__ __forceinline__ void produce(const Ring<STAGES>& ring, const TensorMap& rows, const TensorMap& columns,
-                                        const Chunk& chunk, int steps, const Walk& walk) {
+// What one pass over a tile multiplies.
+struct Source {
+    const TensorMap *rows, *columns;
+    int steps;
+};
+
+template <int STAGES, int PASSES>
+__device__ __forceinline__ void produce(const Ring<STAGES>& ring, const Source (&sources)[PASSES], const Chunk& chunk,
+                                        const Walk& walk) {
     Cursor<STAGES> at;
     at.parity = 1;  // the phase before the first counts as complete: the ring starts empty
     const int row0 = static_cast<int>(chunk.row);
     const int column0 = static_cast<int>(chunk.column) + walk.rank * (BN / 2);
     const unsigned half = walk.rank * (BN / 2) * BK * 2;
-    for (int index = 0; index < walk.count; ++index) {
+    const auto copy = [&](const Source& source, int index) {
         const Place tile = walk.at(index);
-        for (int k = 0; k < steps; ++k) {
+        for (int k = 0; k < source.steps; ++k) {
             barrier_wait(ring.empty + 8 * at.stage, at.parity);
             const unsigned full = ring.full + 8 * at.stage;
             // copies always bring whole boxes: what lies outside the matrix comes as zeros
             barrier_expect(full, (BM + BN) * BK * 2);
-            copy_in(ring.rows(at.stage), rows, k * BK, row0 + tile.row, full);
-            copy_in_both(ring.columns(at.stage) + half, columns, k * BK, column0 + tile.column, full);
+            copy_in(ring.rows(at.stage), *source.rows, k * BK, row0 + tile.row, full);
+            copy_in_both(ring.columns(at.stage) + half, *source.columns, k * BK, column0 + tile.column, full);
             at.step();
         }
-    }
+    };
+    // a tile of each consumer at a time: see consume
+    for (int first = 0; first < walk.count; first += 2)
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass)
+            for (int index = first; index < min(first + 2, walk.count); ++index) copy(sources[pass], index);
 }
 
 // The products of one tile; `meanwhile` is called once, when those of the first step are under way. Gives back the
@@ -167,38 +179,58 @@ __device__ __forceinline__ int multiply(const Ring<STAGES>& ring, Cursor<STAGES>
     return last;
 }
 
-template <class T, int STAGES, class Epilogue>
-__device__ __forceinline__ void consume(const Ring<STAGES>& ring, int consumer, int lane, int steps,
-                                        const Walk& walk, Place& upcoming, Epilogue& epilogue) {
+template <class T, int STAGES, int PASSES, class Epilogue>
+__device__ __forceinline__ void consume(const Ring<STAGES>& ring, int consumer, int lane,
+                                        const Source (&sources)[PASSES], const Walk& walk, Place& upcoming,
+                                        Epilogue& epilogue) {
     Cursor<STAGES> at;
-    if (consumer == 1) at.skip(steps);
+    if (consumer == 1) at.skip(sources[0].steps);
     Place tile = walk.at(consumer);
     for (int index = consumer; index < walk.count; index += 2) {
         const Place next = walk.at(index + 2);
-        if (index > 0) named_sync(TURN + consumer, 2 * WARPGROUP);
-        float acc[STRIPS][PRODUCT_VALUES];  // in here: it must not look alive between two tiles
-        const int last = multiply<T>(ring, at, steps, lane, acc, [&] {
-            // after the turn: all warps of this consumer have left the epilogue before
-            epilogue.prefetch(tile);
-            upcoming = next;  // the same from every thread
-        });
-        if (index + 1 < walk.count) named_arrive(TURN + 1 - consumer, 2 * WARPGROUP);
-        at.skip(steps);  // the other consumer's
-        products_done<0>();
-        if (lane < 2) barrier_arrive(ring.empty + 8 * last, lane);
-        fetched();
-        consumer_sync(consumer);
-        epilogue.process(acc, tile);
+        // of the last tile, where the other consumer has none beside it, all passes are one turn
+        const bool together = consumer == 1 || index + 1 < walk.count;
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            if (pass == 0 ? index > 0 : together) named_sync(TURN + consumer, 2 * WARPGROUP);
+            float acc[STRIPS][PRODUCT_VALUES];  // in here: it must not look alive between two tiles
+            const int last = multiply<T>(ring, at, sources[pass].steps, lane, acc, [&] {
+                if (pass > 0) return;
+                // after the turn: all warps of this consumer have left the epilogue before
+                epilogue.prefetch(tile);
+                upcoming = next;  // the same from every thread
+            });
+            const bool more = consumer == 1 && pass + 1 < PASSES;
+            if (more || index + 1 < walk.count) named_arrive(TURN + 1 - consumer, 2 * WARPGROUP);
+            // the other consumer's
+            if (PASSES == 1 || together) at.skip(sources[consumer == 0 ? pass : (pass + 1) % PASSES].steps);
+            products_done<0>();
+            if (lane < 2) barrier_arrive(ring.empty + 8 * last, lane);
+            if (pass == 0) {
+                fetched();
+                consumer_sync(consumer);
+            }
+            if constexpr (PASSES > 1)
+                if (pass == 0) {
+                    epilogue.judge(acc);
+                    continue;
+                }
+            epilogue.process(acc, tile);
+        }
         tile = upcoming;
     }
     epilogue.end();
 }
 
+__device__ __forceinline__ Source source(const TensorMap& rows, const TensorMap& columns, int depth) {
+    return {&rows, &columns, (depth + BK - 1) / BK};
+}
+
 // The whole kernel. The consumers make the Epilogue(arguments, map of G, its shared memory, consumer, warp of the
-// consumer). It has STORAGE_BYTES, its shared memory; STAGES; prefetch(tile); process(accumulators, tile); and end(),
-// called after the last tile.
-template <class T, class Epilogue, class Arguments>
-__device__ __forceinline__ void run_pipeline(const TensorMap& rows, const TensorMap& columns, const TensorMap& g,
+// consumer). It has STORAGE_BYTES, its shared memory; STAGES; prefetch(tile); where there are two passes judge(the
+// guide's accumulators); process(accumulators, tile); and end(), called after the last tile.
+template <class T, class Epilogue, int PASSES, class Arguments>
+__device__ __forceinline__ void run_pipeline(const Source (&sources)[PASSES], const TensorMap& g,
                                              const Arguments& arguments) {
     constexpr int STAGES = Epilogue::STAGES;
     using L = Layout<STAGES, Epilogue::STORAGE_BYTES>;
@@ -217,16 +249,15 @@ __device__ __forceinline__ void run_pipeline(const TensorMap& rows, const Tensor
     }
     cluster_sync();
     const Walk walk(arguments.chunk, arguments.features.band, cluster_rank());
-    const int steps = (arguments.features.depth + BK - 1) / BK;
     if (warp < CONSUMER_WARPS) {
         give_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x == 0) produce<STAGES>(ring, rows, columns, arguments.chunk, steps, walk);
+        if (threadIdx.x == 0) produce(ring, sources, arguments.chunk, walk);
     } else {
         take_registers<CONSUMER_REGISTERS>();
         const int consumer = warp / CONSUMER_WARPS - 1;
         Epilogue epilogue(arguments, g, memory + L::STORAGE_AT, consumer, warp % CONSUMER_WARPS);
         Place& upcoming = reinterpret_cast<Place*>(memory + L::PLACES_AT)[consumer];
-        consume<T>(ring, consumer, lane, steps, walk, upcoming, epilogue);
+        consume<T>(ring, consumer, lane, sources, walk, upcoming, epilogue);
     }
     cluster_sync();
 }

@@ -211,7 +211,7 @@ template <class T, int MASK>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)
     sigmoid_sm90(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
                  const __grid_constant__ TensorMap g, const __grid_constant__ SigmoidArguments arguments) {
-    run_pipeline<T, SigmoidEpilogue<T, MASK>>(rows, columns, g, arguments);
+    run_pipeline<T, SigmoidEpilogue<T, MASK>>({source(rows, columns, arguments.features.depth)}, g, arguments);
 }
 
 }  // namespace contrastile
