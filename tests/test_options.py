@@ -66,8 +66,10 @@ def test_a_backend_that_knows_no_limits_is_given_none() -> None:
     with pytest.raises(UnsupportedProblemError, match="limits and thresholds must be None"):
         compute.problem_loss(problem, Work(replace(load("torch"), limits=False), Options()))
     problem = problems.clip(IMAGE, TEXT, 2.0, guide=GUIDE).problem
-    with pytest.raises(UnsupportedProblemError, match="guide must be None, got one; name another backend"):
-        compute.problem_loss(problem, Work(replace(load("torch"), guides=False), Options()))
+    with pytest.raises(
+        UnsupportedProblemError, match="guide must be None with float32 features here, got one; name another backend"
+    ):
+        compute.problem_loss(problem, Work(replace(load("torch"), guides=frozenset()), Options()))
 
 
 def test_few_signatures_are_held_and_threads_may_ask_at_once() -> None:

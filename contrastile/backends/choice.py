@@ -108,7 +108,7 @@ def _found(library: str, place: str, dtype: str, precision: str, guide: bool) ->
     # backends after the one that is taken are not loaded: importing CuPy takes a while
     for name in row.order:
         reason = unusable(name, device)
-        if reason is None and guide and not load(name).guides:
+        if reason is None and guide and dtype not in load(name).guides:
             reason = "it takes no guide"
         if reason is None:
             return Choice(name, why)

@@ -431,7 +431,7 @@ class Backend:
         whole: None, or the whole of a small common loss in fewer operations: see ``Whole``.
         compensated: whether statistics are (m, 2) where the state is float64: see ``SideStatistics``.
         limits: whether it takes pairs with limits; any other is given none.
-        guides: whether it takes pairs with a guide, likewise.
+        guides: names of the dtypes of which it takes pairs with a guide, likewise.
         search: None, or ranks and nearest columns: see ``Search``.
     """
 
@@ -458,7 +458,7 @@ class Backend:
     whole: Whole | None = None
     compensated: bool = False
     limits: bool = False
-    guides: bool = False
+    guides: frozenset[str] = frozenset()
     search: Search | None = None
 
     def check(self, block: Block, options: Options | None = None) -> None:
@@ -473,8 +473,8 @@ class Backend:
             self._refuse(f"precision must be {known} here, got {options.precision}; or name another backend")
         if block.pairs.limited and not self.limits:
             self._refuse("limits and thresholds must be None, got some; name another backend")
-        if block.pairs.row_guide is not None and not self.guides:
-            self._refuse("guide must be None, got one; name another backend")
+        if block.pairs.row_guide is not None and dtype not in self.guides:
+            self._refuse(f"guide must be None with {dtype} features here, got one; name another backend")
         reason = self.supports(block)
         if reason:
             self._refuse(reason)

@@ -39,7 +39,9 @@ _ROWS, _WIDTH, _FEW, _MANY = 24, 20, 250, 1000
 def _refused(name: str, subject: Subject) -> bool:
     """Whether a case is of limits, or of a guide, which the backend does not take."""
     kind = name.partition("@")[0]
-    return (kind == "threshold" and not subject.backend.limits) or (kind == "guide" and not subject.backend.guides)
+    return (kind == "threshold" and not subject.backend.limits) or (
+        kind == "guide" and subject.dtype not in subject.backend.guides
+    )
 
 
 def _elsewhere(name: str, each: Interface, subject: Subject) -> bool:

@@ -134,8 +134,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def test_a_guide_is_for_backends_that_take_one(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(90, "triton", "cupy")
-    monkeypatch.setattr(choice, "load", lambda name: SimpleNamespace(guides=name != "cupy"))
-    assert choose("torch", "cuda", "bfloat16", guide=True) == "triton"
+    taken = {"cupy": {"bfloat16"}, "triton": {"bfloat16", "float32"}, "torch": {"float32"}}
+    monkeypatch.setattr(choice, "load", lambda name: SimpleNamespace(guides=taken[name]))
+    assert choose("torch", "cuda", "bfloat16", guide=True) == "cupy"
+    assert choose("torch", "cuda", "float32", guide=True) == "triton"
     assert choose("torch", "cuda", "float32", "ieee", guide=True) == "torch"
 
 

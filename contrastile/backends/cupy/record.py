@@ -12,7 +12,7 @@ from contrastile.backends.cupy.backward_pass import finished, finished_columns, 
 from contrastile.backends.cupy.build import nvrtc_version
 from contrastile.backends.cupy.configs import footprint, kernel_family, narrow, uses_hopper_kernels
 from contrastile.backends.cupy.forward_pass import lse
-from contrastile.backends.cupy.instances import ARITHMETICS, KEPT_DTYPE
+from contrastile.backends.cupy.instances import ARITHMETICS, ELEMENTS, KEPT_DTYPE
 from contrastile.backends.cupy.keeping import most_rows, size_of
 from contrastile.backends.cupy.launch import capability
 from contrastile.backends.cupy.sigmoid_pass import sigmoid_loss
@@ -87,6 +87,12 @@ def _rows_alone(width: int, dtype: str, options: Options) -> bool:
     return options.tile is None and narrow(width, family)
 
 
+def _guides() -> frozenset[str]:
+    """Features whose tile kernels are Hopper's own."""
+    mine = capability(cupy.cuda.get_device_id())
+    return frozenset(x for x in ELEMENTS if kernel_family(x, mine, hopper=uses_hopper_kernels()).maps)
+
+
 require_gpu()
 require_nvrtc()
 backend = Backend(
@@ -108,5 +114,6 @@ backend = Backend(
     replayable=True,
     footprint=_footprint,
     limits=True,
+    guides=_guides(),
     contract=2,
 )

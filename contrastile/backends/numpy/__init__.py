@@ -168,10 +168,11 @@ def accuracy(dtype: str, device: str) -> Accuracy:
     return Accuracy(unit=2.0**-53, accumulate_unit=2.0**-53, tile=lambda terms: 1)
 
 
+_DTYPES = frozenset({"float16", "float32", "float64"})
 backend = Backend(
     name="numpy",
     arrays=ArrayLibrary(np),
-    dtypes=frozenset({"float16", "float32", "float64"}),
+    dtypes=_DTYPES,
     devices=frozenset({"cpu"}),
     accuracy=accuracy,
     lse=lse,
@@ -181,5 +182,5 @@ backend = Backend(
     contract=2,
     compensated=True,
     limits=True,
-    guides=True,
+    guides=_DTYPES,
 )

@@ -45,10 +45,11 @@ def accuracy(dtype: str, device: str, options: Options | None = None) -> Accurac
     )
 
 
+_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 backend = Backend(
     name="torch",
     arrays=TorchArrays(torch),
-    dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
+    dtypes=_DTYPES,
     devices=frozenset({"cpu", "cuda"}),
     accuracy=accuracy,
     lse=statistics.lse,
@@ -61,6 +62,6 @@ backend = Backend(
     contract=2,
     compensated=True,
     limits=True,
-    guides=True,
+    guides=_DTYPES,
     whole=Whole(whole.takes, whole.loss, whole.gradients),
 )

@@ -41,11 +41,12 @@ def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:
     )
 
 
+_DTYPES = frozenset({"float16", "float32"} if INTERPRETED else {"float16", "bfloat16", "float32"})
 backend = Backend(
     name="triton",
     arrays=ARRAYS,
     # the interpreter gets products of bfloat16 wrong
-    dtypes=frozenset({"float16", "float32"} if INTERPRETED else {"float16", "bfloat16", "float32"}),
+    dtypes=_DTYPES,
     devices=frozenset({"cpu"} if INTERPRETED else {"cuda"}),
     accuracy=accuracy,
     lse=lse,
@@ -61,6 +62,6 @@ backend = Backend(
     footprint=footprint,
     contract=2,
     limits=True,
-    guides=True,
+    guides=_DTYPES,
     search=Search(own, ranks, nearest, most),
 )
