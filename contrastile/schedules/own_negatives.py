@@ -82,7 +82,7 @@ def _statistics(problem: Problem, work: local.Work) -> SideStatistics:
     pairs = backend.compensated and backend.state(dtype) == "float64"
     n, p = (alongside(x if pairs else head(x), problem.scale) for x in (n, p))
     # of lone positives P and S are one
-    return SideStatistics(n, p, p if problem.own_positives else xp.exp(p))
+    return SideStatistics(n, p, p if problem.own_positives else backend.arrays.module.exp(p))
 
 
 def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
