@@ -288,7 +288,7 @@ class DistillClipLoss(ClipLoss):
             logit_scale: see ``ClipLoss``.
             dist_image_features: (b, e) of the teacher, normalised by the caller; no gradient reaches them.
             dist_text_features: (b, e) likewise.
-            dist_logit_scale: the teacher's factor, not 0.
+            dist_logit_scale: the teacher's factor, not 0, likewise.
             output_dict: see ``ClipLoss``.
 
         Raises:
@@ -302,7 +302,7 @@ class DistillClipLoss(ClipLoss):
         settings: Any = {**self.settings, "parameter_reduction": "sum"}
         _, (by_rows, by_columns, _) = value_and_grad(clip_loss, **settings)(*wide, dist_logit_scale)
         d, state = q.shape[1], torch.promote_types(q.dtype, torch.float32)
-        by_q, by_k = (x.to(state) / dist_logit_scale for x in (by_rows[:, -d:], by_columns[:, -2 * d : -d]))
+        by_q, by_k = ((x.to(state) / dist_logit_scale).detach() for x in (by_rows[:, -d:], by_columns[:, -2 * d : -d]))
         total, ranks = (q.detach() * by_q).sum(dtype=torch.float64), 1
 
         def with_total(*args: Any, world: Handshake, **given: Any) -> LossProblem:
@@ -385,7 +385,7 @@ class NTXentLoss(_Loss):
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
                 ``contrastile.clip_loss``.
         """
-        given = (torch.nn.functional.normalize(x, dim=1) if x.is_floating_point() else x for x in (features, other))
+        given = (torch.nn.functional.normalize(x, dim=-1) if x.is_floating_point() else x for x in (features, other))
         loss: Tensor = self._evaluate(BUILDERS[self.name], *given, 1 / self.options["temperature"])
         return loss
 
