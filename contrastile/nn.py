@@ -318,9 +318,7 @@ class DistillClipLoss(ClipLoss):
         factor = ranks if self.settings["parameter_reduction"] == "mean" else 1
         learns = factor * (s.detach() * ((q * by_q).sum() + (k * by_k).sum()) + s * total / ranks)
         distill = contrastive - (s.detach() * total + (learns - learns.detach())).to(contrastive.dtype)
-        if output_dict:
-            return {"contrastive_loss": contrastive, "distill_loss": distill}
-        return contrastive, distill
+        return {"contrastive_loss": contrastive, "distill_loss": distill} if output_dict else (contrastive, distill)
 
 
 class SigLipLoss(_Loss):

@@ -28,7 +28,7 @@ BYTES = 32
 
 
 def _shared(problem: Problem) -> tuple[ModuleType, Problem, slice]:
-    """The schedule and the problem of the blocks that all rows share, none if no rank has a row; and which these are."""
+    """The schedule and the problem of the blocks that all rows share, if any has a row, and which these are."""
     which = slice(int(problem.own_positives), -1)
     columns, placement = problem.columns[which], problem.placement
     held = [x.shape[0] for x in columns] if placement is None else placement.shards.widths
