@@ -297,7 +297,8 @@ class DistillClipLoss(ClipLoss):
         """
         q, k = image_features, text_features
         of_teacher = [x.detach().to(q.dtype) for x in (dist_image_features, dist_text_features)]
-        wide = torch.cat([of_teacher[0], q, 0 * q], 1), torch.cat([of_teacher[1], 0 * k, k], 1)
+        with torch.autocast(q.device.type, enabled=False):  # which joins no features of another 16-bit dtype
+            wide = torch.cat([of_teacher[0], q, 0 * q], 1), torch.cat([of_teacher[1], 0 * k, k], 1)
         # the gradients of the global loss themselves, whatever a trainer makes of them
         settings: Any = {**self.settings, "parameter_reduction": "sum"}
         _, (by_rows, by_columns, _) = value_and_grad(clip_loss, **settings)(*wide, dist_logit_scale)
@@ -314,8 +315,7 @@ class DistillClipLoss(ClipLoss):
 
         contrastive = self._evaluate(BUILDERS["clip_loss"] if self.group is None else with_total, q, k, logit_scale)
         s = torch.as_tensor(logit_scale, dtype=contrastive.dtype, device=q.device).reshape(())
-        # see Placement.factor
-        factor = ranks if self.settings["parameter_reduction"] == "mean" else 1
+        factor = ranks if self.settings["parameter_reduction"] == "mean" else 1  # see Placement.factor
         learns = factor * (s.detach() * ((q * by_q).sum() + (k * by_k).sum()) + s * total / ranks)
         distill = contrastive - (s.detach() * total + (learns - learns.detach())).to(contrastive.dtype)
         return {"contrastive_loss": contrastive, "distill_loss": distill} if output_dict else (contrastive, distill)
