@@ -136,7 +136,7 @@ def clip_loss(
         image: (b, d) float16, bfloat16, float32 or float64. Where ``torch.autocast`` is on for its device, features of
             any loss are first cast to autocast's dtype, float64 excepted.
         text: (b, d), same dtype and device; row i is the positive of image row i.
-        scale: number or one-element array that multiplies the dot products; differentiable.
+        scale: number or one-element array that multiplies the dot products; differentiable; positive with a threshold.
         ids: (b,) integers or None, of all ranks together.
         ids_are: what pairs of different rows with equal ids are: "false_negatives", which are left out, or "positives",
             which share the target with the row's own (UniCL; SupCon's L_out).

@@ -288,7 +288,7 @@ class DistillClipLoss(ClipLoss):
             logit_scale: see ``ClipLoss``.
             dist_image_features: (b, e) of the teacher, normalised by the caller; no gradient reaches them.
             dist_text_features: (b, e) likewise.
-            dist_logit_scale: the teacher's factor, not 0.
+            dist_logit_scale: the teacher's factor, not 0, likewise.
             output_dict: see ``ClipLoss``.
 
         Raises:
@@ -297,12 +297,13 @@ class DistillClipLoss(ClipLoss):
         """
         q, k = image_features, text_features
         of_teacher = [x.detach().to(q.dtype) for x in (dist_image_features, dist_text_features)]
-        wide = torch.cat([of_teacher[0], q, 0 * q], 1), torch.cat([of_teacher[1], 0 * k, k], 1)
+        with torch.autocast(q.device.type, enabled=False):  # which joins no features of another 16-bit dtype
+            wide = torch.cat([of_teacher[0], q, 0 * q], 1), torch.cat([of_teacher[1], 0 * k, k], 1)
         # the gradients of the global loss themselves, whatever a trainer makes of them
         settings: Any = {**self.settings, "parameter_reduction": "sum"}
         _, (by_rows, by_columns, _) = value_and_grad(clip_loss, **settings)(*wide, dist_logit_scale)
         d, state = q.shape[1], torch.promote_types(q.dtype, torch.float32)
-        by_q, by_k = (x.to(state) / dist_logit_scale for x in (by_rows[:, -d:], by_columns[:, -2 * d : -d]))
+        by_q, by_k = ((x.to(state) / dist_logit_scale).detach() for x in (by_rows[:, -d:], by_columns[:, -2 * d : -d]))
         total, ranks = (q.detach() * by_q).sum(dtype=torch.float64), 1
 
         def with_total(*args: Any, world: Handshake, **given: Any) -> LossProblem:
@@ -314,13 +315,10 @@ class DistillClipLoss(ClipLoss):
 
         contrastive = self._evaluate(BUILDERS["clip_loss"] if self.group is None else with_total, q, k, logit_scale)
         s = torch.as_tensor(logit_scale, dtype=contrastive.dtype, device=q.device).reshape(())
-        # see Placement.factor
-        factor = ranks if self.settings["parameter_reduction"] == "mean" else 1
+        factor = ranks if self.settings["parameter_reduction"] == "mean" else 1  # see Placement.factor
         learns = factor * (s.detach() * ((q * by_q).sum() + (k * by_k).sum()) + s * total / ranks)
         distill = contrastive - (s.detach() * total + (learns - learns.detach())).to(contrastive.dtype)
-        if output_dict:
-            return {"contrastive_loss": contrastive, "distill_loss": distill}
-        return contrastive, distill
+        return {"contrastive_loss": contrastive, "distill_loss": distill} if output_dict else (contrastive, distill)
 
 
 class SigLipLoss(_Loss):
@@ -385,7 +383,7 @@ class NTXentLoss(_Loss):
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
                 ``contrastile.clip_loss``.
         """
-        given = (torch.nn.functional.normalize(x, dim=1) if x.is_floating_point() else x for x in (features, other))
+        given = (torch.nn.functional.normalize(x, dim=-1) if x.is_floating_point() else x for x in (features, other))
         loss: Tensor = self._evaluate(BUILDERS[self.name], *given, 1 / self.options["temperature"])
         return loss
 

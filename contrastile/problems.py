@@ -462,7 +462,7 @@ def _of_known(
 def _shares(world: Handshake, arrays: ArrayLibrary, weights: Array, state: str, whole: Any = 1.0) -> Array:
     """The weights, float64, divided by their sum over all ranks, times ``whole``; 0 stays 0 where the sum is."""
     total = world.total(arrays, arrays.total(weights))
-    return arrays.cast(arrays.where(weights == 0, 0.0, whole * weights / total), state)
+    return arrays.cast(whole * weights / arrays.where(weights == 0, 1.0, total), state)
 
 
 def _reciprocal(arrays: ArrayLibrary, count: Array, state: str) -> Array:

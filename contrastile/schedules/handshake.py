@@ -141,7 +141,8 @@ class Handshake:
         held = everyone[:, -len(scalars.NAMES) :].view("float64")
         if (everyone[:, :2] != record[:2]).any() or not scalars.alike(held):
             self._explain(json.dumps(agreed | dict(zip(scalars.NAMES, values, strict=False))))
-        shards = _shards(everyone[:, : -len(scalars.NAMES)].tobytes(), len(everyone), len(columns))
+        sizes = everyone[:, 2 : 3 + len(columns)].tobytes()
+        shards = _shards(sizes, len(everyone), settings.get("in_batch", True))
         exchange = self._chosen(comm, shards, int(rows.shape[1]), dtype, device)
         unread = not scalars.READABLE.issuperset(places) and scalars.due(label.serial, exchange) and comm.size > 1
         self.placement = Placement(comm, exchange, self.reduction, shards, label, unread)
@@ -288,17 +289,15 @@ def _digest(agreed: tuple[tuple[str, Any], ...]) -> int:
 
 
 @lru_cache(maxsize=64)
-def _shards(records: bytes, ranks: int, blocks: int) -> Shards:
-    """Who holds how much, from everybody's record.
+def _shards(sizes: bytes, ranks: int, keys: bool) -> Shards:
+    """Who holds how much, from every rank's sizes; ``keys``: whether the keys of all queries are among the columns.
 
     Raises:
         MismatchError: nobody holds any row, or any column of the blocks.
     """
-    numbers = memoryview(records).cast("q").tolist()
-    each = len(numbers) // ranks
-    counts = [numbers[at + 2 : at + 3 + blocks] for at in range(0, len(numbers), each)]
+    counts: Any = memoryview(sizes).cast("q", (ranks, len(sizes) // (8 * ranks))).tolist()
     shards = Shards(tuple(c[0] for c in counts), tuple(tuple(c[1:]) for c in counts))
-    for what, number in (("row", sum(shards.rows)), ("column", sum(shards.widths) if blocks else 1)):
+    for what, number in (("row", sum(shards.rows)), ("column", sum(shards.widths) if keys else 1)):
         if number == 0:
             raise MismatchError(f"the ranks must hold at least one {what} together, got none; skip empty batches")
     return shards

@@ -28,12 +28,14 @@ BYTES = 32
 
 
 def _shared(problem: Problem) -> tuple[ModuleType, Problem, slice]:
-    """The schedule and the problem of the blocks that all rows share, and which of the blocks these are."""
+    """The schedule and the problem of the blocks that all rows share, if any has a row, and which these are."""
     which = slice(int(problem.own_positives), -1)
+    columns, placement = problem.columns[which], problem.placement
+    held = [x.shape[0] for x in columns] if placement is None else placement.shards.widths
     module = local if problem.blocking is None else blocked
-    if problem.placement is not None:
-        module = gather if problem.placement.exchange == "gather" else ring
-    return module, replace(problem, columns=problem.columns[which], own_counts=None), which
+    if placement is not None:
+        module = gather if placement.exchange == "gather" else ring
+    return module, replace(problem, columns=columns if any(held) else (), own_counts=None), which
 
 
 def _chunks(problem: Problem, options: Options) -> Iterator[tuple[slice, Array, Array, Array, Array]]:
@@ -82,7 +84,7 @@ def _statistics(problem: Problem, work: local.Work) -> SideStatistics:
     pairs = backend.compensated and backend.state(dtype) == "float64"
     n, p = (alongside(x if pairs else head(x), problem.scale) for x in (n, p))
     # of lone positives P and S are one
-    return SideStatistics(n, p, p if problem.own_positives else xp.exp(p))
+    return SideStatistics(n, p, p if problem.own_positives else backend.arrays.module.exp(p))
 
 
 def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
@@ -132,7 +134,8 @@ def backward(
             of_own[here.start * each : here.stop * each] = part[:, first:].reshape((-1, own.shape[1]))
     module, shared, which = _shared(problem)
     wanted = replace(wanted, columns=wanted.columns[which])
-    alone = replace(problem, scale=factor), local.Sums(sums, (), None), None, wanted, source
+    empty = () if shared.columns else tuple(source.empty(tuple(x.shape), state, x) for x in problem.columns[which])
+    alone = replace(problem, scale=factor), local.Sums(sums, empty, None), None, wanted, source
     found: local.Gradients
     if shared.columns:
         found = module.backward(replace(shared, row_sums=sums), saved, upstream, wanted, work)
