@@ -22,7 +22,6 @@ from contrastile.verify.losses.ours import OF_ARRAYS, OF_TENSORS, Interface, bot
 from contrastile.verify.losses.properties import UPSTREAM, LossTrial, compared
 from contrastile.verify.losses.subject import Loss, Result, prepare
 from contrastile.verify.rearrange import redirected, take
-from contrastile.verify.refused import refusals
 from contrastile.verify.shards import Parts, shares
 from contrastile.verify.trained import training
 from contrastile.verify.trial import Property, SkipError, Subject, asked
@@ -294,7 +293,6 @@ PROPERTIES = (
         for name in FORMS
     ),
     Property("public-training", training, CASE),
-    Property("public-refusals", refusals, CASE, parts=False),
     Property("public-calls", calls.known, CASE),
 )
 """One property per loss, and one of what only training has."""
