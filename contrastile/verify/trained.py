@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -177,7 +176,7 @@ def _distances(batch: Batch) -> Any:
 def _steps(batch: Batch) -> Any:
     import torch
 
-    from contrastile.training import cached_step, embed
+    from contrastile.training import cached_step
 
     scale: Any = torch.tensor(10.0, requires_grad=True)
     value = batch.step(scale=scale)
@@ -213,27 +212,16 @@ def _steps(batch: Batch) -> Any:
     towers = (lambda chunk: batch.encode(popped(chunk))), (lambda chunk: batch.fixed[popped(chunk)])
     batch.step(*towers, split=lambda x, size: [{"i": y} for y in x.split(7)])
     yield "chunks of a splitter", batch.seen == 2 * [7, 7, 7, 2]
-    outputs, _ = embed(batch.encode, batch.index[:0], _CHUNK)
-    yield "a batch without samples", getattr(outputs, "shape", None) == (0, _WIDTH)
 
 
 def _learning(batch: Batch) -> Any:
     import torch
-
-    from contrastile.training.coupled import warn_of_coupled
 
     batch.step()
     later, rows = 2 * _CHUNK, batch.table.detach()
     late: Any = torch.nn.Parameter(rows[later:].clone())
     batch.step(lambda chunk: rows[chunk] if chunk[0] < later else late[chunk - later], lambda chunk: batch.fixed[chunk])
     yield "what later chunks use", torch.equal(late.grad, batch.table.grad[later:])
-    dropout = torch.nn.Dropout(0.5)
-    batch.step(lambda chunk: dropout(batch.table[chunk]), lambda chunk: batch.fixed[chunk])
-    yield "a module's mode", dropout.training
-    norms = [torch.nn.BatchNorm1d(_WIDTH, track_running_stats=kept) for kept in (True, False)]
-    with warnings.catch_warnings(action="ignore"):
-        coupled = [warn_of_coupled([norm.train(on)]) for norm in norms for on in (True, False)]
-    yield "layers that couple samples", coupled == [True, False, True, True]
 
 
 def _refusals(batch: Batch) -> Any:
