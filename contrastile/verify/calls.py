@@ -11,8 +11,8 @@ Each line of the text is a call. Above the calls stands what is known of them, t
 * true: so is their value;
 * signature: so a callable is written, with the defaults.
 
-Calls see ``contrastile``, ``torch``, ``np``, ``mock``, ``Fraction``, ``partial``, ``InProcessGroup``, ``within``,
-``alone``, ``fresh``, ``each`` and, of one array library, ``image``, ``text`` (6, 5), ``key`` (11, 5) and ``labels``.
+Calls see what ``namespace`` names; of one array library ``image`` and ``text`` (6, 5), ``key`` (11, 5) and ``labels``
+(6,).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import builtins
 import inspect
 import os
 import re
+import runpy
 import subprocess
 import sys
 import warnings
@@ -135,6 +136,17 @@ def _fresh(code: str) -> int:
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode
 
 
+def _ranking(call: Callable[[dict[str, Any]], Any]) -> Any:
+    """The value of a call of the module for sentence-transformers, of a hollow package: to import it takes seconds."""
+    import torch
+
+    kinds = (f"{x}{y}Loss" for x in ("", "Cached") for y in ("MultipleNegativesRanking", "GISTEmbed"))
+    hollow = mock.Mock(losses=mock.Mock(**dict.fromkeys(kinds, torch.nn.Module)))
+    names = "base.losses.merged_forward", "sentence_transformer", "util"
+    with mock.patch.dict(sys.modules, {f"sentence_transformers.{name}": hollow for name in names}):
+        return call(runpy.run_module("contrastile.integrations.sentence_transformers"))
+
+
 def namespace(library: str, door: Callable[..., Any] | None = None, each: Each | None = None) -> dict[str, Any]:
     """What a call sees, with arrays of its own."""
     rng = np.random.default_rng(5)
@@ -145,6 +157,7 @@ def namespace(library: str, door: Callable[..., Any] | None = None, each: Each |
     arrays["labels"] = np.array([0, 1, 0, 2, 2, 7])
     made: Any = {"Fraction": Fraction, "InProcessGroup": InProcessGroup, "np": np, "partial": partial}
     made |= {"each": each or Each(), "within": _within, "alone": _alone, "fresh": _fresh, "mock": mock}
+    made["ranking"] = _ranking
     if library == "torch":
         import torch
 

@@ -1,4 +1,4 @@
-"""What only ``contrastile.training`` has: chunks, random numbers that come again, weights, metrics and refusals."""
+"""What only ``contrastile.training`` has: chunks, random numbers that come again, weights and metrics."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _COUNTS = [_CHUNK] * (_ROWS // _CHUNK) + [_ROWS % _CHUNK]
 
 
 def training(subject: Subject, case: str) -> Comparisons:
-    """Chunks, replayed generators, added gradients, weights and metrics are right, and what cannot be is refused."""
+    """Chunks, replayed generators, added gradients, weights and metrics are right."""
     if subject.backend.arrays.name != "torch" or subject.label != "float32":
         raise SkipError("in float32 of torch tensors alone")
     asked = case.partition(":")[2]
-    every = _numbers, _modes, _distances, _steps, _learning, _refusals, _weights, _metrics, _search
+    every = _numbers, _modes, _distances, _steps, _learning, _weights, _metrics, _search
     checks = [x for x in every if asked in x.__name__]
     if not checks:
         raise SkipError(f"it has no {asked!r}")
@@ -222,26 +222,6 @@ def _learning(batch: Batch) -> Any:
     late: Any = torch.nn.Parameter(rows[later:].clone())
     batch.step(lambda chunk: rows[chunk] if chunk[0] < later else late[chunk - later], lambda chunk: batch.fixed[chunk])
     yield "what later chunks use", torch.equal(late.grad, batch.table.grad[later:])
-
-
-def _refusals(batch: Batch) -> Any:
-    import torch
-
-    learns: Any = torch.nn.Linear(_WIDTH, _WIDTH).to(batch.index.device)
-
-    def stepped(x: Any) -> None:
-        x.detach().zero_()
-
-    learns.weight.register_post_accumulate_grad_hook(stepped)
-
-    try:
-        batch.step(lambda x: learns(batch.table[x]), lambda x: batch.fixed[x])
-    except (RuntimeError, ValueError):
-        yield "a hook that steps", True
-    else:
-        yield "a hook that steps", False
-    batch.step(lambda x: learns(batch.table[x]), lambda x: batch.fixed[x], chunk=_ROWS)
-    yield "a hook that steps in the last chunk", True
 
 
 def _weights(batch: Batch) -> Any:
