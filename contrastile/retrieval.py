@@ -166,7 +166,7 @@ def mine_hard_negatives(
 ) -> Tensor:
     """The k nearest columns of each row that may be negatives: as sentence-transformers' ``mine_hard_negatives``.
 
-    Conditions are tested on all columns, so there is no ``range_max``, which could leave too few.
+    Conditions are tested on all columns, so there is no ``range_max``, which could leave too few. NaN meets none.
 
     Args:
         rows: see ``ranks``.
@@ -392,7 +392,7 @@ class _Search:
         for left, x in self.products(low):
             if most is not None:
                 x = self.left_out(x, low, left, where, value=-torch.inf)
-                x = x.masked_fill_(x > most[:, None], -torch.inf)
+                x = x.masked_fill_((x <= most[:, None]).logical_not_(), -torch.inf)
             best, at = _first(x, min(k, x.shape[1]))
             # columns that came before stand first, and a stable sort leaves equal products in their order
             values, order = torch.cat([values, best], 1).sort(dim=1, descending=True, stable=True)

@@ -5,13 +5,14 @@ Each line of the text is a call. Above the calls stands what is known of them, t
 
 * an error's name: they raise it, and it says what is below the call, if anything. Where there is ``each``, its first
   option is right, and is computed before;
+* a warning's name: likewise. What is right warns of nothing;
 * same: whatever option of ``each`` is taken, the results and the gradients of the features have the same bits;
 * apart: where the first of two ranks, or of three, takes another option of ``each``, all raise one MismatchError;
 * true: so is their value;
 * signature: so a callable is written, with the defaults.
 
-Calls see ``contrastile``, ``torch``, ``np``, ``Fraction``, ``partial``, ``InProcessGroup``, ``within``, ``alone``,
-``each`` and, from one array library, ``image`` and ``text`` (6, 5), ``key`` (11, 5) and ``labels`` (6,).
+Calls see what ``namespace`` names; of one array library ``image`` and ``text`` (6, 5), ``key`` (11, 5) and ``labels``
+(6,).
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import builtins
 import inspect
 import os
 import re
+import runpy
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -33,7 +37,7 @@ import numpy as np
 
 import contrastile
 from contrastile.backends.contract import BackendUnavailableError, UnsupportedProblemError
-from contrastile.comm.communicator import Communicator, MismatchError
+from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError
 from contrastile.comm.inprocess import InProcessGroup
 from contrastile.plan import DEFAULTS
 from contrastile.problems import BUILDERS
@@ -43,7 +47,7 @@ from contrastile.verify.comparison import NOTHING, Comparisons, wrong
 from contrastile.verify.trial import SkipError, Subject
 
 TEXT = Path(__file__).with_suffix(".txt")
-_ERRORS = {each.__name__: each for each in (BackendUnavailableError, UnsupportedProblemError, MismatchError)}
+_ERRORS = {x.__name__: x for x in (BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError)}
 _SAYS = re.compile(r"(?s).*( must |is not available|refuses this problem).*(\bgot |cannot be imported|No module named)")
 
 
@@ -127,6 +131,22 @@ def _alone(call: Callable[[], Any]) -> Any:
         dist.destroy_process_group()
 
 
+def _fresh(code: str) -> int:
+    """The exit code of a new process."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode
+
+
+def _ranking(call: Callable[[dict[str, Any]], Any]) -> Any:
+    """The value of a call of the module for sentence-transformers, of a hollow package: to import it takes seconds."""
+    import torch
+
+    kinds = (f"{x}{y}Loss" for x in ("", "Cached") for y in ("MultipleNegativesRanking", "GISTEmbed"))
+    hollow = mock.Mock(losses=mock.Mock(**dict.fromkeys(kinds, torch.nn.Module)))
+    names = "base.losses.merged_forward", "sentence_transformer", "util"
+    with mock.patch.dict(sys.modules, {f"sentence_transformers.{name}": hollow for name in names}):
+        return call(runpy.run_module("contrastile.integrations.sentence_transformers"))
+
+
 def namespace(library: str, door: Callable[..., Any] | None = None, each: Each | None = None) -> dict[str, Any]:
     """What a call sees, with arrays of its own."""
     rng = np.random.default_rng(5)
@@ -136,7 +156,8 @@ def namespace(library: str, door: Callable[..., Any] | None = None, each: Each |
     }
     arrays["labels"] = np.array([0, 1, 0, 2, 2, 7])
     made: Any = {"Fraction": Fraction, "InProcessGroup": InProcessGroup, "np": np, "partial": partial}
-    made |= {"each": each or Each(), "within": _within, "alone": _alone}
+    made |= {"each": each or Each(), "within": _within, "alone": _alone, "fresh": _fresh, "mock": mock}
+    made["ranking"] = _ranking
     if library == "torch":
         import torch
 
@@ -169,6 +190,7 @@ def known(subject: Subject, case: str) -> Comparisons:
         raise SkipError("in float32 of torch tensors on the host alone")
     import torch
 
+    torch.set_warn_always(True)
     asked, every = case.partition(":")[2], read(TEXT.read_text(encoding="utf-8"))
     if not any(title.startswith(asked) for title in every):
         raise SkipError(f"there is no {asked!r}")
@@ -180,9 +202,12 @@ def known(subject: Subject, case: str) -> Comparisons:
             for library in call.libraries:
                 for door, way in {"": None, **call.doors}.items():
                     with warnings.catch_warnings(action="ignore"), torch.enable_grad():
+                        if call.error is None or issubclass(call.error, Warning):
+                            warnings.filterwarnings("error", module="contrastile")
                         said = _judged(call, library, way)
                     label = ", ".join(filter(None, (title, call.text, library, door)))
                     yield label, NOTHING if said is None else wrong(said)
+    torch.set_warn_always(False)
 
 
 def _judged(call: Call, library: str, door: Callable[..., Any] | None) -> str | None:

@@ -1,9 +1,8 @@
-"""What only ``contrastile.training`` has: chunks, random numbers that come again, weights, metrics and refusals."""
+"""What only ``contrastile.training`` has: chunks, random numbers that come again, weights and metrics."""
 
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -21,11 +20,11 @@ _COUNTS = [_CHUNK] * (_ROWS // _CHUNK) + [_ROWS % _CHUNK]
 
 
 def training(subject: Subject, case: str) -> Comparisons:
-    """Chunks, replayed generators, added gradients, weights and metrics are right, and what cannot be is refused."""
+    """Chunks, replayed generators, added gradients, weights and metrics are right."""
     if subject.backend.arrays.name != "torch" or subject.label != "float32":
         raise SkipError("in float32 of torch tensors alone")
     asked = case.partition(":")[2]
-    every = _numbers, _modes, _distances, _steps, _learning, _refusals, _weights, _metrics, _search
+    every = _numbers, _modes, _distances, _steps, _learning, _weights, _metrics, _search
     checks = [x for x in every if asked in x.__name__]
     if not checks:
         raise SkipError(f"it has no {asked!r}")
@@ -177,7 +176,7 @@ def _distances(batch: Batch) -> Any:
 def _steps(batch: Batch) -> Any:
     import torch
 
-    from contrastile.training import cached_step, embed
+    from contrastile.training import cached_step
 
     scale: Any = torch.tensor(10.0, requires_grad=True)
     value = batch.step(scale=scale)
@@ -213,47 +212,16 @@ def _steps(batch: Batch) -> Any:
     towers = (lambda chunk: batch.encode(popped(chunk))), (lambda chunk: batch.fixed[popped(chunk)])
     batch.step(*towers, split=lambda x, size: [{"i": y} for y in x.split(7)])
     yield "chunks of a splitter", batch.seen == 2 * [7, 7, 7, 2]
-    outputs, _ = embed(batch.encode, batch.index[:0], _CHUNK)
-    yield "a batch without samples", getattr(outputs, "shape", None) == (0, _WIDTH)
 
 
 def _learning(batch: Batch) -> Any:
     import torch
-
-    from contrastile.training.coupled import warn_of_coupled
 
     batch.step()
     later, rows = 2 * _CHUNK, batch.table.detach()
     late: Any = torch.nn.Parameter(rows[later:].clone())
     batch.step(lambda chunk: rows[chunk] if chunk[0] < later else late[chunk - later], lambda chunk: batch.fixed[chunk])
     yield "what later chunks use", torch.equal(late.grad, batch.table.grad[later:])
-    dropout = torch.nn.Dropout(0.5)
-    batch.step(lambda chunk: dropout(batch.table[chunk]), lambda chunk: batch.fixed[chunk])
-    yield "a module's mode", dropout.training
-    norms = [torch.nn.BatchNorm1d(_WIDTH, track_running_stats=kept) for kept in (True, False)]
-    with warnings.catch_warnings(action="ignore"):
-        coupled = [warn_of_coupled([norm.train(on)]) for norm in norms for on in (True, False)]
-    yield "layers that couple samples", coupled == [True, False, True, True]
-
-
-def _refusals(batch: Batch) -> Any:
-    import torch
-
-    learns: Any = torch.nn.Linear(_WIDTH, _WIDTH).to(batch.index.device)
-
-    def stepped(x: Any) -> None:
-        x.detach().zero_()
-
-    learns.weight.register_post_accumulate_grad_hook(stepped)
-
-    try:
-        batch.step(lambda x: learns(batch.table[x]), lambda x: batch.fixed[x])
-    except (RuntimeError, ValueError):
-        yield "a hook that steps", True
-    else:
-        yield "a hook that steps", False
-    batch.step(lambda x: learns(batch.table[x]), lambda x: batch.fixed[x], chunk=_ROWS)
-    yield "a hook that steps in the last chunk", True
 
 
 def _weights(batch: Batch) -> Any:
