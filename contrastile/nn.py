@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from inspect import signature
 from typing import Any, ClassVar, SupportsIndex, Unpack
 
+from contrastile import validation
 from contrastile.backends.registry import require
 from contrastile.evaluation import evaluate, value_and_grad
 from contrastile.losses import clip_loss, sigmoid_loss
@@ -297,6 +299,11 @@ class DistillClipLoss(ClipLoss):
         """
         q, k = image_features, text_features
         of_teacher = [x.detach().to(q.dtype) for x in (dist_image_features, dist_text_features)]
+        if [len(x) for x in of_teacher] != [len(q), len(k)]:
+            raise ValueError(
+                f"the teacher's features must have {len(q)} and {len(k)} rows, as the student's, got "
+                f"{len(of_teacher[0])} and {len(of_teacher[1])}; give those of the same samples"
+            )
         with torch.autocast(q.device.type, enabled=False):  # which joins no features of another 16-bit dtype
             wide = torch.cat([of_teacher[0], q, 0 * q], 1), torch.cat([of_teacher[1], 0 * k, k], 1)
         # the gradients of the global loss themselves, whatever a trainer makes of them
@@ -367,14 +374,18 @@ class NTXentLoss(_Loss):
     """SimCLR's loss of two views, made and called as lightly's ``NTXentLoss`` without a memory bank.
 
     Args:
-        temperature: what the cosines are divided by.
+        temperature: what the cosines are divided by, positive.
         **settings: see ``ClipLoss``; lightly's ``gather_distributed`` is ``group="world"``.
+
+    Raises:
+        TypeError, ValueError: the temperature is no positive number.
     """
 
     name = "nt_xent"
 
     def __init__(self, temperature: float = 0.5, **settings: Unpack[Settings]) -> None:
-        super().__init__(0, 1, {"temperature": temperature}, **settings)
+        option = validation.option("temperature", temperature, sys.float_info.min, sys.float_info.max, "the default")
+        super().__init__(0, 1, {"temperature": option}, **settings)
 
     def forward(self, features: Tensor, other: Tensor, /) -> Tensor:  # type: ignore[override]
         """The loss of features, (b, d), which are normalised here, and of the other view's (b, d), or labels (b,).

@@ -192,6 +192,10 @@ def mine_hard_negatives(
     """
     _at_least("k", k, 1)
     _at_least("range_min", range_min, 0)
+    bounds = {"min_score": min_score, "max_score": max_score}
+    bounds |= {"absolute_margin": absolute_margin or 0.0, "relative_margin": relative_margin or 0.0}
+    for name, x in bounds.items():
+        validation.option(name, x, -torch.inf, torch.inf, "none")
     search = _Search(rows, columns, positives, (row_ids, column_ids), group, tile, progress=progress, k=range_min + k)
     found = []
 
