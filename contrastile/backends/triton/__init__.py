@@ -41,11 +41,11 @@ def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:
     )
 
 
+# the interpreter gets products of bfloat16 wrong
 _DTYPES = frozenset({"float16", "float32"} if INTERPRETED else {"float16", "bfloat16", "float32"})
 backend = Backend(
     name="triton",
     arrays=ARRAYS,
-    # the interpreter gets products of bfloat16 wrong
     dtypes=_DTYPES,
     devices=frozenset({"cpu"} if INTERPRETED else {"cuda"}),
     accuracy=accuracy,
