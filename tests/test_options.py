@@ -67,7 +67,7 @@ def test_a_backend_that_knows_no_limits_is_given_none() -> None:
         compute.problem_loss(problem, Work(replace(load("torch"), limits=False), Options()))
     problem = problems.clip(IMAGE, TEXT, 2.0, guide=GUIDE).problem
     with pytest.raises(
-        UnsupportedProblemError, match="guide must be None with float32 features here, got one; name another backend"
+        UnsupportedProblemError, match="guide must be None with float64 features here, got one; name another backend"
     ):
         compute.problem_loss(problem, Work(replace(load("torch"), guides=frozenset()), Options()))
 
