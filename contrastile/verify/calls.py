@@ -144,7 +144,7 @@ def _ranking(call: Callable[[dict[str, Any]], Any]) -> Any:
     hollow = mock.Mock(losses=mock.Mock(**dict.fromkeys(kinds, torch.nn.Module)))
     names = "base.losses.merged_forward", "sentence_transformer", "util"
     with mock.patch.dict(sys.modules, {f"sentence_transformers.{name}": hollow for name in names}):
-        return call(runpy.run_module("contrastile.integrations.sentence_transformers"))
+        return call(runpy.run_path(str(TEXT.parents[1] / "integrations" / "sentence_transformers.py")))
 
 
 def namespace(library: str, door: Callable[..., Any] | None = None, each: Each | None = None) -> dict[str, Any]:
