@@ -26,6 +26,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
@@ -188,9 +189,6 @@ def known(subject: Subject, case: str) -> Comparisons:
     """Every call of a table is refused, or gives the same, as the table has it, by each way to make it."""
     if subject.backend.arrays.name != "torch" or subject.label != "float32" or subject.device != "cpu":
         raise SkipError("in float32 of torch tensors on the host alone")
-    import torch
-
-    torch.set_warn_always(True)
     asked, every = case.partition(":")[2], read(TEXT.read_text(encoding="utf-8"))
     if not any(title.startswith(asked) for title in every):
         raise SkipError(f"there is no {asked!r}")
@@ -201,13 +199,26 @@ def known(subject: Subject, case: str) -> Comparisons:
                 continue
             for library in call.libraries:
                 for door, way in {"": None, **call.doors}.items():
-                    with warnings.catch_warnings(action="ignore"), torch.enable_grad():
-                        if call.error is None or issubclass(call.error, Warning):
-                            warnings.filterwarnings("error", module="contrastile")
+                    with _watched(call):
                         said = _judged(call, library, way)
                     label = ", ".join(filter(None, (title, call.text, library, door)))
                     yield label, NOTHING if said is None else wrong(said)
-    torch.set_warn_always(False)
+
+
+@contextmanager
+def _watched(call: Call) -> Iterator[None]:
+    """Warnings of the package are errors where a call is right, or warns; also those that torch gives once."""
+    import torch
+
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(action="ignore"), torch.enable_grad():
+            if call.error is None or issubclass(call.error, Warning):
+                warnings.filterwarnings("error", module="contrastile")
+            yield
+    finally:
+        torch.set_warn_always(before)
 
 
 def _judged(call: Call, library: str, door: Callable[..., Any] | None) -> str | None:
