@@ -127,20 +127,24 @@ def value_and_grad(
         _checked(given)
     build = partial(_bound, name)
 
-    def computed(args: Any, kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
-        detached = {name: _detached(x) for name, x in kwargs.items()}
-        plan, stated = make(build, given, [_detached(x) for x in args], detached)
-        problem = plan.problem
-        wanted = local.Wanted(True, (True,) * len(problem.columns), True, problem.kind == "sigmoid")
-        value, *state = compute.loss(plan, wanted)
-        found = compute.gradients(plan, state, None, wanted)
-        return value, stated.pull_back(local.Gradients.of(found))
-
     def both(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
         # no operator: a compiler would trace the backend itself
-        return outside_of_graphs(computed)(args, kwargs)
+        return outside_of_graphs(computed)(build, given, args, kwargs)
 
     return both
+
+
+def computed(
+    build: Builder, settings: Given, args: Any, kwargs: Any, depth: int | None = None
+) -> tuple[Array, tuple[Array, ...]]:
+    """The loss's value and its gradients: see ``value_and_grad``; ``depth`` as ``plan.Plan`` has it."""
+    detached = {name: _detached(x) for name, x in kwargs.items()}
+    plan, stated = make(build, settings, [_detached(x) for x in args], detached)
+    plan, problem = replace(plan, depth=depth), plan.problem
+    wanted = local.Wanted(True, (True,) * len(problem.columns), True, problem.kind == "sigmoid")
+    value, *state = compute.loss(plan, wanted)
+    found = compute.gradients(plan, state, None, wanted)
+    return value, stated.pull_back(local.Gradients.of(found))
 
 
 def _bound(name: str, *args: Any, **kwargs: Any) -> problems.LossProblem:

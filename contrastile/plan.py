@@ -10,6 +10,7 @@ from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Backend, Options
 from contrastile.backends.registry import load
 from contrastile.schedules.problem import Problem
+from contrastile.schedules.values import with_values
 
 Tile = int | tuple[int, int] | None
 
@@ -100,6 +101,7 @@ class Plan:
         options: how to compute it.
         library: the caller's array library.
         form: the plan of the gradients without arrays, where an earlier call has found it: see ``parted``.
+        depth: of features with values, see ``schedules.values``, how many are features; None of features alone.
     """
 
     problem: Problem
@@ -107,6 +109,7 @@ class Plan:
     options: Options
     library: ArrayLibrary
     form: Plan | None = None
+    depth: int | None = None
 
     @property
     def backend(self) -> Backend:
@@ -115,7 +118,8 @@ class Plan:
         Raises:
             ValueError, BackendUnavailableError, TypeError: see ``registry.load``.
         """
-        return load(self.name)
+        found = load(self.name)
+        return found if self.depth is None else with_values(found, self.depth)
 
     def with_arrays(self, arrays: Sequence[Any]) -> Plan:
         """The plan for other arrays, in the order of ``Problem.arrays``."""

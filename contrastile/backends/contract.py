@@ -118,6 +118,8 @@ class Block:
         pairs: which pairs count; indices are local to this block's columns.
         symmetric: whether the columns are the rows, and a column's log-sum-exp is its row's: then x_ij should be x_ji
             to the last bit. Equal or shared memory says nothing of the kind.
+        values: of the rows, (m, c), and of the columns, (n, c), in the features' dtype: what ``gradients`` multiplies G
+            by in place of the features, and then its sums are (m, c) and (n, c). No other primitive is given any.
     """
 
     rows: Array
@@ -126,6 +128,12 @@ class Block:
     bias: Array | None = None
     pairs: Pairs = field(default_factory=Pairs)
     symmetric: bool = False
+    values: tuple[Array, Array] | None = None
+
+    @property
+    def factors(self) -> tuple[Array, Array]:
+        """What G is multiplied by: that of the rows and that of the columns."""
+        return self.values or (self.rows, self.columns)
 
 
 class SideStatistics(NamedTuple):
@@ -432,6 +440,7 @@ class Backend:
         compensated: whether statistics are (m, 2) where the state is float64: see ``SideStatistics``.
         limits: whether it takes pairs with limits; any other is given none.
         guides: names of the dtypes of which it takes pairs with a guide, likewise.
+        values: whether ``gradients`` takes blocks with values, likewise.
         search: None, or ranks and nearest columns: see ``Search``.
     """
 
@@ -459,6 +468,7 @@ class Backend:
     compensated: bool = False
     limits: bool = False
     guides: frozenset[str] = frozenset()
+    values: bool = False
     search: Search | None = None
 
     def check(self, block: Block, options: Options | None = None) -> None:

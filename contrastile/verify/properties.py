@@ -13,6 +13,7 @@ import numpy as np
 from contrastile.backends.contract import Options
 from contrastile.oracle.arrays import float64
 from contrastile.schedules.local import Wanted
+from contrastile.schedules.values import with_values
 from contrastile.verify import (
     distributed,
     growth,
@@ -28,7 +29,7 @@ from contrastile.verify import (
 from contrastile.verify.comparison import GRADIENT, NOTHING, Comparisons, Worst, compare, identical, parts, wrong
 from contrastile.verify.plain import NOISIER, compare_with_plain
 from contrastile.verify.trial import Property, SkipError, Trial
-from contrastile.verify.truth import truth
+from contrastile.verify.truth import Outcome, truth
 
 _MEDIUM = 1 << 23
 """Multiplications that longdouble, of which no library has matrix products, takes seconds for."""
@@ -44,12 +45,24 @@ def value(trial: Trial) -> Comparisons:
 
 
 def gradients(trial: Trial) -> Comparisons:
-    """The gradients of rows, columns, scale and bias agree with the oracle's."""
+    """The gradients of rows, columns, scale and bias agree with the oracle's; of values as of the features."""
     yield "", compare(trial.outcome, trial.oracle.outcome, trial.bound, GRADIENT)
+    if trial.small and trial.subject.backend.values and trial.problem.kind != "sigmoid":
+        yield "of values", compare(_of_values(trial), trial.oracle.outcome, trial.bound, GRADIENT)
     # a backend that chooses keeps where that is faster
     for keep in (0, 64) if trial.keeps and trial.subject.keep is None else ():
         got = replace(trial.subject, keep=keep).run(trial.problem)
         yield f"keep {keep}", compare(got, trial.oracle.outcome, trial.bound, GRADIENT)
+
+
+def _of_values(trial: Trial) -> Outcome:
+    """The outcome where G multiplies the features in reverse, and its gradients turned round again."""
+    problem, depth = trial.problem, trial.problem.rows.shape[1]
+    rows, *columns = (np.concatenate([x, x[:, ::-1]], axis=1) for x in (problem.rows, *problem.columns))
+    wide = replace(problem, rows=rows, columns=tuple(columns))
+    found = trial.subject.run(wide, with_values(trial.subject.backend, depth))
+    rows, *columns = (x[:, : depth - 1 : -1] for x in (found.rows, *found.columns))
+    return replace(found, rows=rows, columns=tuple(columns))
 
 
 def plain(trial: Trial) -> Comparisons:

@@ -31,7 +31,7 @@ from contrastile.backends.cupy.common import (
 from contrastile.backends.cupy.configs import narrow_rows, weighted_shares
 from contrastile.backends.cupy.instances import TARGET, instance
 from contrastile.backends.cupy.keeping import Factors, KeptExponentials
-from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, row_stride, workspace
+from contrastile.backends.cupy.launch import aligned, empty, launch, on_device, pointer, row_stride, workspace
 from contrastile.backends.cupy.products import Products
 from contrastile.backends.cupy.tiles import Tiles
 from contrastile.backends.passes import Chunk, backward_chunk, ceil_div, chunks, gradient_scaling, no_gradients
@@ -133,13 +133,17 @@ class _BackwardPass:
     ) -> None:
         self.block, self.tiles, self.plan = block, Tiles(block, options.precision), new_plan()
         self.m, self.n = block.rows.shape[0], block.columns.shape[0]
+        self.multiplied = self.tiles.rows, self.tiles.columns
+        if block.values is not None:
+            self.multiplied = aligned(block.values[0]), aligned(block.values[1])
         by_ids = self.tiles.mask == TARGET
         self.row, self.column = _SideVectors(weights.rows, by_ids), _SideVectors(weights.columns, by_ids)
         self.entries = None if self.tiles.pairs.positives is None else empty(self.m)
         self.dtype, size = self.tiles.dtype, self.tiles.rows.itemsize
         self.factors = None if kept is None else Factors(kept, self.m, self.n, weights.columns is not None)
         self.start = 0 if kept is None else kept.rows
-        self.narrow = only_rows and kept is None and options.tile is None and self.tiles.narrow
+        usual = kept is None and block.values is None and options.tile is None
+        self.narrow = only_rows and usual and self.tiles.narrow
         if self.narrow:
             self.height, self.width = narrow_rows(self.m, options), self.n
         else:
@@ -191,7 +195,7 @@ class _BackwardPass:
             for g, chunk in self._chunks():
                 row, column, high, wide = chunk
                 if row_gradient is not None:
-                    k = self.tiles.columns[column : column + wide]
+                    k = self.multiplied[1][column : column + wide]
                     self.products.accumulate(row_gradient[row : row + high], g, k)
                 if columns is not None:
                     columns.add(g, chunk)
@@ -328,7 +332,7 @@ class _Columns:
     def add(self, g: Any, chunk: Chunk) -> None:
         """Add a chunk of G."""
         row, column, high, wide = chunk
-        here, q = slice(column, column + wide), self.owner.tiles.rows[row : row + high]
+        here, q = slice(column, column + wide), self.owner.multiplied[0][row : row + high]
         if self.sums is not None:
             fresh = row == 0 and self.given is None
             self.owner.products.accumulate(self.sums[here], g, q, transposed=True, fresh=fresh)

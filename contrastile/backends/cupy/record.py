@@ -114,6 +114,7 @@ backend = Backend(
     replayable=True,
     footprint=_footprint,
     limits=True,
+    values=True,
     guides=_guides(),
     contract=2,
 )

@@ -63,5 +63,6 @@ backend = Backend(
     compensated=True,
     limits=True,
     guides=_DTYPES,
+    values=True,
     whole=Whole(whole.takes, whole.loss, whole.gradients),
 )

@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 class Tile(NamedTuple):
-    """One tile: its place, its operands (tr, d) and (tc, d), its logits and a spare of their shape, its pairs.
+    """One tile: its place, what G multiplies (tr, d) and (tc, d), its logits and a spare of their shape, its pairs.
 
     Instead of logits it may have what was kept of them. ``last_rows``: no tile after this one has the same columns.
     """
@@ -77,7 +77,10 @@ def tiles(
                 products.logits(q, k, here, diagonal=rows == columns)
             if kept is not None:
                 start += here.numel()
-            yield Tile(rows, columns, rows.stop == m, q, k, here, beside, TilePairs(pairs, rows, columns))
+            both = q, k
+            if block.values is not None:
+                both = products.operand(cut(block.values[0], rows)), products.operand(cut(block.values[1], columns))
+            yield Tile(rows, columns, rows.stop == m, *both, here, beside, TilePairs(pairs, rows, columns))
 
 
 def tile_shape(m: int, n: int, options: Options, cpu: bool) -> tuple[int, int]:

@@ -63,5 +63,6 @@ backend = Backend(
     contract=2,
     limits=True,
     guides=_DTYPES,
+    values=True,
     search=Search(own, ranks, nearest, most),
 )

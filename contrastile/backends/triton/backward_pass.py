@@ -110,6 +110,9 @@ class _BackwardPass(BlockPass):
         self.programs = ceil_div(self.m, LANES) + ceil_div(columns, LANES)
         sizes = PLAN_SIZE, self.programs * precheck.PEAKS, count * self.m, count * columns
         self.plan, self.peaks, *self.vectors = empties(self.rows, torch.float32, *sizes)
+        self.factors = self.sides
+        if block.values is not None:
+            self.factors = Side(block.values[0], self.scheme), Side(block.values[1], self.scheme)
         # G at the positives that are named by index
         self.values = None if self.masks.pairs.positives is None else empty(self.rows, self.m, dtype=torch.float64)
         self._precheck(upstream)
@@ -135,7 +138,7 @@ class _BackwardPass(BlockPass):
                 row, column, high, wide = chunk
                 self._form(walk, g, chunk)
                 if row_gradient is not None:
-                    k = self.sides[1].factors(column, wide)
+                    k = self.factors[1].factors(column, wide)
                     accumulate(row_gradient[row : row + high], g, k, self.product)
                 if columns is not None:
                     columns.add(g, chunk)
@@ -164,7 +167,7 @@ class _BackwardPass(BlockPass):
         for g, chunk in walk:
             row, column, high, wide = chunk
             self._form(walk, g, chunk)
-            k, part = self.sides[1].factors(column, wide), lines(sums_of_rows, 0, high)
+            k, part = self.factors[1].factors(column, wide), lines(sums_of_rows, 0, high)
             accumulate(part, g, k, self.product, fresh=column == 0)
             if column + wide == self.n:
                 matrices = part, lines(rows, row, high), lines(out, row, high)
@@ -209,7 +212,7 @@ class _Columns:
         """Add a chunk of G."""
         row, column, high, wide = chunk
         if self.sums is not None:
-            q, part = self.owner.sides[0].factors(row, high), lines(self.sums, column, wide)
+            q, part = self.owner.factors[0].factors(row, high), lines(self.sums, column, wide)
             accumulate(part, g, q, self.owner.product, transposed=True, fresh=row == 0 and self.given is None)
 
     def done(self) -> Any:
