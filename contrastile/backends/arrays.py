@@ -97,9 +97,9 @@ class ArrayLibrary:
         """X with its elements in row order and no gaps; x itself when it is so already."""
         return self.module.ascontiguousarray(x)
 
-    def total(self, x: Array) -> Array:
-        """The sum of all elements, in float64, 0-d."""
-        return self.module.asarray(x.sum(dtype="float64"))
+    def total(self, x: Array, axis: int | None = None) -> Array:
+        """The sum of all elements, in float64, 0-d; or along an axis."""
+        return self.module.asarray(x.sum(axis, dtype="float64"))
 
     def add(self, a: Array, b: Array, into: Array) -> None:
         """``into = a + b``, elementwise, rounded once more where its dtype is narrower; it may be one of the two."""
@@ -204,8 +204,8 @@ class CupyArrays(ArrayLibrary):
         shift = self.module.where(self.module.isfinite(high), high, 0)
         return shift + self.module.log(self.module.exp(a - shift) + self.module.exp(b - shift))
 
-    def total(self, x: Array) -> Array:
-        return x.sum(dtype="float64")
+    def total(self, x: Array, axis: int | None = None) -> Array:
+        return x.sum(axis, dtype="float64")
 
     def inner(self, a: Array, b: Array) -> Array:
         # CuPy has no product of two dtypes; chunks bound the temporary
@@ -267,8 +267,8 @@ class TorchArrays(ArrayLibrary):
     def contiguous(self, x: Array) -> Array:
         return x.contiguous()
 
-    def total(self, x: Array) -> Array:
-        return x.sum(dtype=self.module.float64)
+    def total(self, x: Array, axis: int | None = None) -> Array:
+        return x.sum(axis, dtype=self.module.float64)
 
     def inner(self, a: Array, b: Array) -> Array:
         # no bmm, which would follow a global tf32 switch

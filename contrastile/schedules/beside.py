@@ -10,18 +10,18 @@ Label smoothing of e takes ``(1 - e) y + e / n`` for y: a loss of P and D (``obj
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary, library_of, transfer
-from contrastile.backends.contract import Array
+from contrastile.backends.contract import Array, state_dtype
 from contrastile.schedules import local
 from contrastile.schedules.problem import Problem
 from contrastile.schedules.sums import gathered, summed
 
-ROWS = 1024
-"""Rows that are widened to float64 at a time."""
+ELEMENTS = 2**22
+"""Features that are widened to the state dtype at a time."""
 
 
 def alongside(x: Array, like: Array) -> Array:
@@ -31,16 +31,27 @@ def alongside(x: Array, like: Array) -> Array:
     return moved.to(like.device) if target.name == "torch" else moved
 
 
-def _weighted_sum(weight: Array, parts: Sequence[Array]) -> Array:
-    """``sum_i w_i x_i`` over the rows of all parts, (d,) float64, beside the features."""
-    source, weight, ends = library_of(parts[0]), alongside(weight, parts[0]), 0
-    total = source.full((parts[0].shape[1],), 0.0, "float64", parts[0])
+def _sums(weight: Array, even: float, parts: Sequence[Array]) -> list[Array]:
+    """``sum_i w_i x_i`` and ``even sum_i x_i`` over the rows of all parts, (d,) float64 each, beside the features."""
+    source, weight = library_of(parts[0]), alongside(weight, parts[0])
+    state, ends = state_dtype(source.dtype(parts[0])), 0
+    # no products of matrices: CuPy's cannot be captured in a graph
+    sums = [source.full((parts[0].shape[1],), 0.0, "float64", parts[0]) for _ in range(2)]
     for features in parts:
-        for start in range(0, features.shape[0], ROWS):
-            x = source.cast(features[start : start + ROWS], "float64")
-            total = total + source.cast(weight[ends + start : ends + start + x.shape[0]], "float64") @ x
+        for here in _chunks(features):
+            x = source.cast(features[here], state)
+            w = source.cast(weight[ends + here.start : ends + here.stop], state)[:, None]
+            sums = [total + source.total(each, 0) for total, each in zip(sums, (w * x, x), strict=True)]
         ends += features.shape[0]
-    return total
+    return [sums[0], even * sums[1]]
+
+
+def _chunks(features: Array) -> Iterator[slice]:
+    """Of so many rows that a temporary of their shape is small."""
+    m, width = features.shape
+    rows = max(1, ELEMENTS // max(width, 1))
+    for start in range(0, m, rows):
+        yield slice(start, min(start + rows, m))
 
 
 class Smoothing:
@@ -49,19 +60,16 @@ class Smoothing:
     def __init__(self, problem: Problem, arrays: ArrayLibrary) -> None:
         placement, blocks = problem.placement, problem.columns
         m, n = problem.rows.shape[0], sum(x.shape[0] for x in blocks)
-        u: Array = arrays.cast(problem.row_weight, "float64")
-        v: Array = problem.column_weight
-        v = arrays.full((n,), 0.0, "float64", u) if v is None else arrays.cast(v, "float64")
+        u, v = problem.row_weight, problem.column_weight
+        self.weights = u, arrays.full((n,), 0.0, arrays.dtype(u), u) if v is None else v
+        # what each row, and each column, weighs in the mean of its side
         if placement is None:
-            even = 1.0 / m, 1.0 / n
+            self.even = 1.0 / m, 1.0 / n
         else:
-            even = 1.0 / sum(placement.shards.rows), 1.0 / sum(placement.shards.widths)
-        # what each row, and each column, weighs in the sum and in the mean of its side
-        self.weights = [(weight, 0.0 * weight + mean) for weight, mean in zip((u, v), even, strict=True)]
+            self.even = 1.0 / sum(placement.shards.rows), 1.0 / sum(placement.shards.widths)
         source: Any = library_of(problem.rows)
-        sides = zip(self.weights, ((problem.rows,), blocks), strict=True)
-        found = [_weighted_sum(weight, parts) for weights, parts in sides for weight in weights]
-        sums = source.module.stack(found)
+        sides = zip(self.weights, self.even, ((problem.rows,), blocks), strict=True)
+        sums = source.module.stack([x for side in sides for x in _sums(*side)])
         if placement is not None and placement.size > 1:
             (whole,) = gathered(placement, arrays, (sums[None], (1,) * placement.size))
             sums = whole.sum(0)
@@ -70,21 +78,20 @@ class Smoothing:
     def value(self, scale: Array) -> Array:
         """``<sum_i u_i q_i, mean_j k_j> + <mean_i q_i, sum_j v_j k_j>``, beside the scale."""
         of_rows, mean_row, of_columns, mean_column = self.sums
-        return alongside(of_rows @ mean_column + mean_row @ of_columns, scale)
+        return alongside((of_rows * mean_column + mean_row * of_columns).sum(), scale)
 
     def add(self, found: Array | None, side: int, start: int, factor: Array) -> None:
         """Add ``factor`` times the derivatives to the gradient of rows (side 0), or columns from ``start`` on (1)."""
         if found is None:
             return
-        arrays, (weight, even) = library_of(found), self.weights[side]
-        total, mean = self.sums[2 - 2 * side], self.sums[3 - 2 * side]
-        for first in range(0, found.shape[0], ROWS):
-            here = slice(first, min(first + ROWS, found.shape[0]))
-            w, share = (
-                alongside(x[start + here.start : start + here.stop] * factor, found)[:, None] for x in (weight, even)
-            )
-            part = arrays.cast(found[here], "float64") + w * mean + share * total
-            found[here] = arrays.cast(part, arrays.dtype(found))
+        arrays = library_of(found)
+        dtype, weight, times = arrays.dtype(found), alongside(self.weights[side], found), alongside(factor, found)
+        state = state_dtype(dtype)
+        share, mean = times * self.even[side] * self.sums[2 - 2 * side], times * self.sums[3 - 2 * side]
+        for here in _chunks(found):
+            w = arrays.cast(weight[start + here.start : start + here.stop], state)[:, None]
+            part = w * arrays.cast(mean, state) + arrays.cast(share, state)
+            found[here] = arrays.cast(arrays.cast(found[here], state) + part, dtype)
 
 
 def value(problem: Problem, loss: Array, arrays: ArrayLibrary) -> Array:
