@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from contrastile import compute, problems, validation
 from contrastile.backends.choice import choose, settled
 from contrastile.backends.contract import Options
-from contrastile.backends.eager import outside_of_graphs
+from contrastile.backends.eager import direct, outside_of_graphs
 from contrastile.backends.registry import checked
 from contrastile.plan import Given, Plan, Settings, complete
 from contrastile.schedules import local
@@ -134,13 +134,21 @@ def value_and_grad(
     return both
 
 
-def computed(
-    build: Builder, settings: Given, args: Any, kwargs: Any, depth: int | None = None
-) -> tuple[Array, tuple[Array, ...]]:
-    """The loss's value and its gradients: see ``value_and_grad``; ``depth`` as ``plan.Plan`` has it."""
-    detached = {name: _detached(x) for name, x in kwargs.items()}
-    plan, stated = make(build, settings, [_detached(x) for x in args], detached)
-    plan, problem = replace(plan, depth=depth), plan.problem
+def computed(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
+    """The loss's value and its gradients: see ``value_and_grad``."""
+    args, kwargs = [_detached(x) for x in args], {name: _detached(x) for name, x in kwargs.items()}
+    alone = complete(settings)["group"] is None and kwargs.keys().isdisjoint(("scale", "bias"))
+    if alone and all(getattr(x, "is_cuda", False) for x in args):
+        import torch
+
+        # the same kernels, and small steps have them from graphs; autograd's one thread must not wait for ranks
+        if direct(torch, args) and not torch.is_inference_mode_enabled():
+            leaves = [x.requires_grad_() for x in args if x.is_floating_point()]
+            with torch.enable_grad():
+                value = evaluate(build, settings, *args, **kwargs)
+            return value.detach(), torch.autograd.grad(value, leaves)
+    plan, stated = make(build, settings, args, kwargs)
+    problem = plan.problem
     wanted = local.Wanted(True, (True,) * len(problem.columns), True, problem.kind == "sigmoid")
     value, *state = compute.loss(plan, wanted)
     found = compute.gradients(plan, state, None, wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from inspect import signature
 from typing import Any, ClassVar, SupportsIndex, Unpack
 
@@ -310,9 +311,7 @@ class DistillClipLoss(ClipLoss):
         # the gradients of the global loss themselves, whatever a trainer makes of them
         settings: Any = {**self.settings, "parameter_reduction": "sum"}
         depth, state = of_teacher[0].shape[1], torch.promote_types(q.dtype, torch.float32)
-        _, found = outside_of_graphs(computed)(
-            BUILDERS["clip_loss"], settings, (*both, dist_logit_scale), {}, depth=depth
-        )
+        _, found = outside_of_graphs(computed)(_of_values, settings, (*both, dist_logit_scale), {"depth": depth})
         by_q, by_k = ((x[:, depth:].to(state) / dist_logit_scale).detach() for x in found[:2])
         total, ranks = (q.detach() * by_q).sum(dtype=torch.float64), 1
 
@@ -329,6 +328,12 @@ class DistillClipLoss(ClipLoss):
         learns = factor * (s.detach() * ((q * by_q).sum() + (k * by_k).sum()) + s * total / ranks)
         distill = contrastive - (s.detach() * total + (learns - learns.detach())).to(contrastive.dtype)
         return {"contrastive_loss": contrastive, "distill_loss": distill} if output_dict else (contrastive, distill)
+
+
+def _of_values(*args: Any, depth: int, **given: Any) -> LossProblem:
+    """CLIP's loss of features whose first ``depth`` columns form the logits: see ``schedules.values``."""
+    found = BUILDERS["clip_loss"](*args, **given)
+    return replace(found, problem=replace(found.problem, depth=depth, whole=None))
 
 
 class SigLipLoss(_Loss):

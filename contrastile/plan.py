@@ -101,7 +101,6 @@ class Plan:
         options: how to compute it.
         library: the caller's array library.
         form: the plan of the gradients without arrays, where an earlier call has found it: see ``parted``.
-        depth: of features with values, see ``schedules.values``, how many are features; None of features alone.
     """
 
     problem: Problem
@@ -109,7 +108,6 @@ class Plan:
     options: Options
     library: ArrayLibrary
     form: Plan | None = None
-    depth: int | None = None
 
     @property
     def backend(self) -> Backend:
@@ -119,7 +117,7 @@ class Plan:
             ValueError, BackendUnavailableError, TypeError: see ``registry.load``.
         """
         found = load(self.name)
-        return found if self.depth is None else with_values(found, self.depth)
+        return found if self.problem.depth is None else with_values(found, self.problem.depth)
 
     def with_arrays(self, arrays: Sequence[Any]) -> Plan:
         """The plan for other arrays, in the order of ``Problem.arrays``."""

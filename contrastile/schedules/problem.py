@@ -70,6 +70,7 @@ class Problem:
             rows against themselves; of labels 1, for they give the weights. None of any other: see ``contract.Whole``.
         margin: what is taken off the positives' cosines, times the scale; None for nothing.
         smoothing: the share of each row of y that is spread over all columns, which are then all admitted.
+        depth: of features with values, see ``schedules.values``, how many are features; None of features alone.
         beside: the statistics of the rows over other columns, which join those of the blocks.
         row_sums: (m, d) state dtype, where the features are: what the rows' sums of gradients begin with; None for 0.
     """
@@ -98,6 +99,7 @@ class Problem:
     whole: float | None = None
     margin: float | None = None
     smoothing: float | None = None
+    depth: int | None = None
     beside: tuple[SideStatistics, ...] = ()
     row_sums: Array | None = None
 
@@ -145,8 +147,8 @@ class Problem:
         """The problem with other arrays, in the order of ``arrays``."""
         rows, scale, bias, *rest = arrays
         vectors, columns = rest[: len(VECTORS)], tuple(rest[len(VECTORS) :])
-        form = self.kind, bias, self.match, self.placement, self.blocking, self.whole, self.margin, self.smoothing
-        every: tuple[Any, ...] = (rows, columns, scale, *vectors, *form)
+        form = self.kind, bias, self.match, self.placement, self.blocking, self.whole
+        every: tuple[Any, ...] = (rows, columns, scale, *vectors, *form, self.margin, self.smoothing, self.depth)
         return Problem(*every)
 
     def for_gradients(self) -> Problem:
