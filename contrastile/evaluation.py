@@ -125,7 +125,8 @@ def value_and_grad(
     given = complete(settings)
     if given["group"] is None:
         _checked(given)
-    build = partial(_bound, name)
+    # the same in every call: a signature has it
+    build = _BUILDERS[name]
 
     def both(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
         # no operator: a compiler would trace the backend itself
@@ -166,6 +167,9 @@ def _bound(name: str, *args: Any, **kwargs: Any) -> problems.LossProblem:
             f"others ({error}); give backend, tile, precision, group and the like to value_and_grad itself"
         ) from None
     return build(*given.args, **given.kwargs)
+
+
+_BUILDERS = {name: partial(_bound, name) for name in problems.BUILDERS}
 
 
 def _detached(x: Any) -> Any:

@@ -62,13 +62,19 @@ def clip(
     factor = check.scalar("scale", scale, arrays, state, rows)
     of_guide = check.guide(guide, (m, m), arrays, rows)
     each = None if weights is None else check.floats("weights", weights, m, "pair", arrays, rows)
+    order = None
+    if ids_are == "positives":
+        # few tiles then hold positives, and the others look for none: see ``sup_con``
+        same, order = arrays.sorted(same)
+        rows, columns = (arrays.take(x, order) for x in (rows, columns))
+        each = None if each is None else arrays.take(each, order)
     has = {"ids": ids is not None, "guide": _width(of_guide), **agreed}
     met = world.meet(arrays, rows, (columns,), (scale, factor), loss="clip_loss", **has)
     u, weight, target, positives = _equal(check, arrays, 0.5 / met.rows, met.start, met.start + m, state, rows)
     if each is not None:
         weight = _shares(world, arrays, each, state, 0.5)
     if ids_are == "positives":
-        target, positives = _reciprocal(arrays, world.count_in(arrays, same, arrays.sorted(same)[0]), state), None
+        target, positives = _reciprocal(arrays, world.count_in(arrays, same, same), state), None
     limits = limits_of(world, arrays, limit, (rows, (columns,)), of_guide, factor)
     problem = Problem(
         rows=rows,
@@ -89,7 +95,12 @@ def clip(
         column_guide=of_guide[1],
         **form,
     )
-    return LossProblem(arrays, problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0])), g.scale))
+
+    def pull_back(g: Gradients) -> tuple[Array, ...]:
+        both = (x if order is None else arrays.put(x, order) for x in (g.rows, g.columns[0]))
+        return *_like(arrays, (image, text), tuple(both)), g.scale
+
+    return LossProblem(arrays, problem, pull_back)
 
 
 def info_nce(

@@ -98,7 +98,7 @@ class ArrayLibrary:
         return self.module.ascontiguousarray(x)
 
     def total(self, x: Array, axis: int | None = None) -> Array:
-        """The sum of all elements, in float64, 0-d; or along an axis."""
+        """The sum of all elements, in float64, 0-d; or along the first axis, 0."""
         return self.module.asarray(x.sum(axis, dtype="float64"))
 
     def add(self, a: Array, b: Array, into: Array) -> None:
@@ -205,7 +205,12 @@ class CupyArrays(ArrayLibrary):
         return shift + self.module.log(self.module.exp(a - shift) + self.module.exp(b - shift))
 
     def total(self, x: Array, axis: int | None = None) -> Array:
-        return x.sum(axis, dtype="float64")
+        if axis is None:
+            return x.sum(dtype="float64")
+        # along the first axis: CuPy sums a column in one block of threads, and columns are few
+        several = len(x) // 64
+        parts = x[: 64 * several].reshape(64, several, *x.shape[1:]).sum(1, dtype="float64")
+        return parts.sum(0) + x[64 * several :].sum(0, dtype="float64")
 
     def inner(self, a: Array, b: Array) -> Array:
         # CuPy has no product of two dtypes; chunks bound the temporary

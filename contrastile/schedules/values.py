@@ -33,4 +33,4 @@ def with_values(backend: Backend, depth: int) -> Backend:
     alone = replace(
         backend, finished=None, finished_columns=None, keeping=None, keeps=None, rows_alone=None, whole=None
     )
-    return replace(alone, lse=lse, gradients=gradients, supports=supports, replayable=False)
+    return replace(alone, lse=lse, gradients=gradients, supports=supports)
