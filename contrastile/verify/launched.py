@@ -21,7 +21,7 @@ import numpy as np
 from contrastile.comm.communicator import Communicator, ExchangeError
 from contrastile.comm.connect import connect
 from contrastile.comm.watchdog import deadline_or, until
-from contrastile.environment import finds_a_gpu
+from contrastile.environment import finds_a_gpu, torch_gpus
 from contrastile.reporting import CannotRunError
 from contrastile.verify.rearrange import split
 from contrastile.verify.worlds import LARGEST, Threads, World, portable, simulated
@@ -121,9 +121,7 @@ def on_gpus(name: str | None, device: str) -> bool:
         return device == "cuda"
     if name != "torch":
         return finds_a_gpu()
-    import torch
-
-    return torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return torch_gpus() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @contextmanager
