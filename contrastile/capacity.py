@@ -392,9 +392,9 @@ def main(args: argparse.Namespace) -> int:
 def _memory(device: str) -> float:
     """GiB of this machine's device."""
     from contrastile.bench.memory import available_bytes
-    from contrastile.environment import torch_sees_a_gpu
+    from contrastile.environment import torch_gpus
 
-    if device == "cuda" and not torch_sees_a_gpu():
+    if device == "cuda" and not torch_gpus():
         raise CannotRunError("torch sees no GPU to read the memory from; give --memory-gib, e.g. --memory-gib 80")
     found = available_bytes(device)
     if found is None:

@@ -21,7 +21,7 @@ from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.cupy.devices import gpus
 from contrastile.backends.registry import Known, available, known
 from contrastile.bench import agreement, peers
-from contrastile.environment import NVIDIA, has_a_gpu, measurement_environment, torch_sees_a_gpu, version
+from contrastile.environment import NVIDIA, has_a_gpu, measurement_environment, torch_gpus, version
 from contrastile.reporting import CannotRunError, colored, show_table, why_not_writable, write_json
 
 State = Literal["ok", "no device", "missing", "broken", "wrong"]
@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
     """
     if reason := why_not_writable(args.json):
         raise CannotRunError(reason)
-    facts = measurement_environment("cuda" if _torch_gpus() else "cpu")
+    facts = measurement_environment("cuda" if torch_gpus() else "cpu")
     findings = list(examine())
     works = show(facts, findings)
     if args.json:
@@ -138,7 +138,7 @@ def _backend(name: str, entry: Known, missing: str | None) -> Finding:
         # a GPU only where it refuses the CPU
         places = ((dtype, device) for device in ("cpu", "cuda") for dtype in _DTYPES)
         dtype, device = next(x for x in places if implementation.refuses(*x) is None)
-        if device == "cuda" and implementation.library == "torch" and not torch_sees_a_gpu():
+        if device == "cuda" and implementation.library == "torch" and not torch_gpus():
             remedy = CUDA_TORCH if has_a_gpu() else ""
             return Finding("backend", name, "no device", "runs on cuda, and torch sees no GPU here", remedy)
         start = time.perf_counter()
@@ -161,7 +161,7 @@ def _backend(name: str, entry: Known, missing: str | None) -> Finding:
 
 def _choices() -> Iterator[Finding]:
     """What "auto" takes for torch tensors of the usual dtypes, and why."""
-    place = "cuda" if _torch_gpus() else "cpu"
+    place = "cuda" if torch_gpus() else "cpu"
     if "torch" not in sys.modules:
         return
     for dtype in ("float32", "bfloat16"):
@@ -187,7 +187,7 @@ def _gpus() -> Iterator[Finding]:
             yield from (Finding("gpu", gpu, "ok", f"{size / 2**30:.0f} GiB") for gpu, size in gpus())
     except (ImportError, OSError):
         return
-    count = _torch_gpus()
+    count = torch_gpus()
     for i in range(count):
         import torch
 
@@ -195,12 +195,3 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("gpu", each.name, "ok", f"{each.total_memory / 2**30:.0f} GiB")
     if not count and has_a_gpu() and find_spec("torch"):
         yield Finding("gpu", "NVIDIA", "missing", "a driver is installed, but torch sees no GPU", CUDA_TORCH)
-
-
-def _torch_gpus() -> int:
-    """How many GPUs torch sees; 0 where it is missing or broken."""
-    try:
-        import torch
-    except (ImportError, OSError):
-        return 0
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -63,13 +63,13 @@ def measurement_environment(device: str = "cpu") -> dict[str, Any]:
     return facts
 
 
-def torch_sees_a_gpu() -> bool:
-    """False where torch is missing, too."""
-    if importlib.util.find_spec("torch") is None:
-        return False
-    import torch
-
-    return torch.cuda.is_available()
+def torch_gpus() -> int:
+    """How many GPUs torch sees; 0 where it is missing or broken."""
+    try:
+        import torch
+    except (ImportError, OSError):
+        return 0
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 NVIDIA = ("triton", "cupy")
@@ -83,7 +83,7 @@ def has_a_gpu() -> bool:
 
 def finds_a_gpu() -> bool:
     """Whether torch or CuPy can use a GPU here."""
-    if torch_sees_a_gpu():
+    if torch_gpus():
         return True
     if importlib.util.find_spec("cupy") is None:
         return False

@@ -33,7 +33,7 @@ def test_what_cannot_run_says_why(
     command: str, words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(bench, "torch_sees_a_gpu", lambda: False)
+    monkeypatch.setattr(bench, "torch_gpus", lambda: 0)
     assert said in refused(capsys, command, *NEEDED.get(command, ()), *words.split())
 
 

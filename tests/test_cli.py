@@ -79,19 +79,11 @@ def test_a_variable_of_the_environment_that_no_call_could_use_is_one_line(comman
 COMMAND = [sys.executable, "-m", "contrastile"]
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "out", "err"),
-    [
-        ("verify --backend numpy --case one-row --property value --dtype float64 --quiet", 0, "PASS: 1 passed", ""),
-        ("verify --backend nope", 2, "", "contrastile verify: backend must be"),
-    ],
-)
-def test_the_module_runs_as_the_command(words, code, out, err):
-    done = subprocess.run([*COMMAND, *words.split()], capture_output=True, text=True, check=False)
-    assert done.returncode == code
-    for said, expected in ((done.stdout, out), (done.stderr, err)):
-        assert said.startswith(expected)
-        assert bool(said) == bool(expected)
+def test_the_module_runs_as_the_command():
+    words = "verify --backend numpy --case one-row --property value --dtype float64 --quiet"
+    done = subprocess.run([*COMMAND, *words.split()], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("PASS: 1 passed")
+    assert done.stderr == ""
 
 
 def test_a_reader_that_leaves_causes_no_traceback():

@@ -27,8 +27,11 @@ RUN_ELSEWHERE = {
     "docs/tutorials/examples.md": "tests/examples/test_examples.py",
     "docs/tutorials/tiny-clip.md": "tests/examples/test_scripts.py",
 }
-# the module that the page shows; a compiler's backend that needs no C++ compiler
-STANDING_IN = {"my_module:backend": None, "compile(fullgraph=True)": 'compile(fullgraph=True, backend="eager")'}
+# the module of the file that the page shows; a compiler's backend that needs no C++ compiler
+STANDING_IN = {
+    "my_module:backend": "contrastile.backends.numpy:backend",
+    "compile(fullgraph=True)": 'compile(fullgraph=True, backend="eager")',
+}
 
 # more options, with which a command of a page takes seconds
 SHORTER = {
@@ -38,18 +41,6 @@ SHORTER = {
     "contrastile mutate": "--list",
     "pytest": "-k smoke/value/float32",
 }
-
-
-@pytest.fixture
-def tiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The file that docs/how-to/write-backend.md shows, the numpy backend's, as a third-party module."""
-    page = (ROOT / "docs" / "how-to" / "write-backend.md").read_text(encoding="utf-8")
-    (shown,) = re.findall("made by scripts/make_pages.py: file (.*) -->", page)
-    name = "tiled_from_the_page"
-    (tmp_path / f"{name}.py").write_text((ROOT / shown).read_text(encoding="utf-8"))
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.invalidate_caches()
-    return f"{name}:backend"
 
 
 def links(page: Path) -> list[str]:
@@ -63,7 +54,7 @@ def named(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page.read_text(encoding="utf-8"))], ids=named)
-def test_the_python_blocks_of_a_page_run_from_top_to_bottom(page: Path, tiled: str) -> None:
+def test_the_python_blocks_of_a_page_run_from_top_to_bottom(page: Path) -> None:
     if named(page) in RUN_ELSEWHERE:
         assert page.name in (ROOT / RUN_ELSEWHERE[named(page)]).read_text(encoding="utf-8")
         return
@@ -71,7 +62,7 @@ def test_the_python_blocks_of_a_page_run_from_top_to_bottom(page: Path, tiled: s
     block_and_output = r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?"
     for source, output in re.findall(block_and_output, page.read_text(encoding="utf-8"), re.M | re.S):
         for shown_name, name in STANDING_IN.items():
-            source = source.replace(shown_name, name or tiled)
+            source = source.replace(shown_name, name)
         said = printed(source, scope)
         assert not output or masked(said) == masked(output)
 

@@ -17,10 +17,9 @@ from contrastile.backends.contract import Options, UnsupportedProblemError
 from contrastile.backends.registry import load
 from contrastile.schedules.local import Work
 
-B, N, WIDTH = 23, 31, 12
+B, WIDTH = 23, 12
 draw = torch.Generator().manual_seed(0)
-IMAGE, TEXT, KEYS = (torch.randn(n, WIDTH, generator=draw, dtype=torch.float64) / 2 for n in (B, B, N))
-LABELS, OF_KEYS = (torch.randint(0, 9, (n,), generator=draw) for n in (B, N))
+IMAGE, TEXT = torch.randn(2, B, WIDTH, generator=draw, dtype=torch.float64) / 2
 WEIGHTS = torch.rand(B, generator=draw, dtype=torch.float64)
 GUIDE = tuple(torch.randint(-1, 2, (B, 9), generator=draw).float() for _ in range(2))
 SCALE = torch.tensor(2.5, dtype=torch.float64)

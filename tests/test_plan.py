@@ -46,10 +46,6 @@ def eager(loss: Loss, *leaves: Tensor, **asked: Any) -> None:
     loss(*leaves, backend="torch", **asked).backward()
 
 
-def by_value_and_grad(loss: Loss, *leaves: Tensor, **asked: Any) -> None:
-    contrastile.value_and_grad(loss, backend="torch", **asked)(*leaves)
-
-
 def under_a_transform(loss: Loss, *leaves: Tensor, **asked: Any) -> None:
     torch.func.grad(lambda x: loss(x, *(y.detach() for y in leaves[1:]), backend="torch", **asked))(leaves[0].detach())
 
@@ -69,7 +65,7 @@ def over_ranks(loss: Loss, *leaves: Tensor, **asked: Any) -> None:
     InProcessGroup[None](2).run(program)
 
 
-@pytest.mark.parametrize("call", [eager, by_value_and_grad, under_a_transform, compiled, over_ranks])
+@pytest.mark.parametrize("call", [eager, under_a_transform, compiled, over_ranks])
 @pytest.mark.parametrize("loss", [contrastile.clip_loss, contrastile.sigmoid_loss])
 def test_every_option_reaches_the_backend(loss: Loss, call: Any, seen: dict[str, list[Options]]) -> None:
     call(loss, features(), features(seed=1), number(4.0), **ASKED)

@@ -51,10 +51,7 @@ class Marked(Tensor):
 
 
 FORWARD: dict[str, Callable[[Any, Tensor], Any]] = {
-    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
     "linearize": lambda f, x: torch.func.linearize(f, x)[1](x),
-    "hessian": lambda f, x: torch.func.hessian(f)(x),
-    "a dual tensor": dual,
     "a dual tensor of a subclass": lambda f, x: dual(f, x.as_subclass(Marked)),
     "jvp of a compiled loss": lambda f, x: torch.func.jvp(torch.compile(f, backend="eager"), (x,), (x,)),
     # with a graph break torch leaves the level, and the tangent with it

@@ -12,7 +12,7 @@ from contrastile.backends.registry import available, load
 from contrastile.bench import report, sweep
 from contrastile.bench.sweep import SweepSettings
 from contrastile.bench.workloads import VARIANTS
-from contrastile.environment import torch_sees_a_gpu
+from contrastile.environment import torch_gpus
 from contrastile.reporting import (
     CannotRunError,
     StoppedError,
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
         require_packages("matplotlib")
         if args.plot.suffix not in report.PICTURES:
             raise CannotRunError(f"--plot must end in {', '.join(report.PICTURES)}, got {args.plot.name!r}")
-    gpu = args.device != "cpu" and torch_sees_a_gpu()
+    gpu = args.device != "cpu" and torch_gpus() > 0
     if args.device == "cuda" and not gpu:
         raise CannotRunError("--device cuda needs a torch that sees a GPU; run: contrastile doctor")
     chosen = settings(args, "cuda" if gpu else "cpu")

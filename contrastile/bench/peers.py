@@ -8,7 +8,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from contrastile.backends.contract import Accuracy, Options
+from contrastile.backends.contract import Backend, Options
 from contrastile.backends.registry import load
 from contrastile.bench.workloads import Workload, features
 from contrastile.losses import clip_loss
@@ -28,22 +28,38 @@ class Implementation:
         library: whose arrays it is given: "numpy", "torch", or "cupy" where there is no torch.
         target: called as ``target(image, text, scale, ids=None)``, returns the loss and its gradients by these; none
             accumulates.
-        accuracy: facts for the bounds of its check, given the dtype and the device; None of a plain computation.
-        predicted_bytes: bytes that it is expected to hold at its peak, given the workload and the size of one feature.
-        refuses: why it cannot run in a dtype on a device, or None.
+        backend: what computes it; None for a plain computation.
     """
 
     name: str
     library: str
     target: Callable[..., Any]
-    accuracy: Callable[[str, str], Accuracy | None]
-    predicted_bytes: Callable[[Workload, int], int]
-    refuses: Callable[[str, str], str | None]
+    backend: Backend | None = None
+
+    def refuses(self, dtype: str, device: str) -> str | None:
+        """Why it cannot run in a dtype on a device, or None."""
+        if self.backend is None:
+            return None
+        if device not in self.backend.devices:
+            return f"runs on {' or '.join(sorted(self.backend.devices))} only"
+        return None if dtype in self.backend.dtypes else f"takes {', '.join(sorted(self.backend.dtypes))} only"
+
+    def predicted_bytes(self, workload: Workload, itemsize: int) -> int:
+        """Bytes that it is expected to hold at its peak, given the size of one feature."""
+        b, d = workload.shape
+        if self.backend is not None:
+            # both gradients, and their accumulators in the state dtype
+            return 2 * b * d * (itemsize + 8)
+        # two matrices of logits, two of log-probabilities, and the mask of false negatives
+        return b * b * (4 * itemsize + (workload.variant == "ids")) + 4 * b * d * itemsize
 
     def loss(self, dtype: str, device: str) -> Loss:
-        """It as ``contrastile verify`` takes a loss."""
-        claims = Claims(library=self.library, ids=True, dtypes=(dtype,), devices=(device,))
-        return Loss(self.name, self.target, claims, self.accuracy(dtype, device))
+        """It as ``contrastile verify`` takes a loss, with the backend's facts."""
+        claims, facts = Claims(library=self.library, ids=True, dtypes=(dtype,), devices=(device,)), None
+        if self.backend is not None:
+            options = Options(precision=self.backend.auto_precision)
+            facts = self.backend.accuracy(dtype, device, *(() if options == Options() else (options,)))
+        return Loss(self.name, self.target, claims, facts)
 
     def step(self, workload: Workload, dtype: str, device: str, scale: float) -> Callable[[], Any]:
         """One forward and backward of this workload, with its arrays made."""
@@ -59,25 +75,10 @@ def ours(name: str) -> Implementation:
     """
     backend = load(name)
     library = backend.arrays.name if backend.arrays.name == "numpy" or find_spec("torch") is None else "torch"
-
-    def refuses(dtype: str, device: str) -> str | None:
-        if device not in backend.devices:
-            return f"runs on {' or '.join(sorted(backend.devices))} only"
-        return None if dtype in backend.dtypes else f"takes {', '.join(sorted(backend.dtypes))} only"
-
-    def accuracy(dtype: str, device: str) -> Accuracy:
-        options = Options(precision=backend.auto_precision)
-        return backend.accuracy(dtype, device, *(() if options == Options() else (options,)))
-
-    def predicted(workload: Workload, itemsize: int) -> int:
-        b, d = workload.shape
-        # both gradients, and their accumulators in the state dtype
-        return 2 * b * d * (itemsize + 8)
-
     target = with_autograd(partial(clip_loss, backend=name))
     if library != "torch":
         target = both(clip_loss, {"backend": name})
-    return Implementation(name, library, target, accuracy, predicted, refuses)
+    return Implementation(name, library, target, backend)
 
 
 def plain() -> Implementation:
@@ -88,14 +89,7 @@ def plain() -> Implementation:
     """
     from contrastile.bench import plain as losses
 
-    def predicted(workload: Workload, itemsize: int) -> int:
-        b, d = workload.shape
-        # two matrices of logits, two of log-probabilities, and the mask of false negatives
-        return b * b * (4 * itemsize + (workload.variant == "ids")) + 4 * b * d * itemsize
-
-    return Implementation(
-        PLAIN, "torch", with_autograd(losses.clip), lambda *where: None, predicted, lambda *where: None
-    )
+    return Implementation(PLAIN, "torch", with_autograd(losses.clip))
 
 
 def with_autograd(loss: Callable[..., Any]) -> Callable[..., Any]:

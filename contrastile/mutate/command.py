@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from contrastile.mutate import report
-from contrastile.mutate.registry import COMPONENTS, Mutant, PatchError, every
+from contrastile.mutate.registry import COMPONENTS, Mutant, every
 from contrastile.mutate.run import MutationRun
 from contrastile.reporting import (
     CannotRunError,
     StoppedError,
-    cannot_run,
     progress,
     require_packages,
     why_not_writable,
@@ -47,16 +46,11 @@ def main(args: argparse.Namespace) -> int:
 
     Returns:
         0 when every mutant that ran was caught, except equivalent ones; 1 when one was missed or does not fit the code
-        it is planted in; 2 when nothing could be run, 130 when it was
-        interrupted: one line on stderr says why.
+        it is planted in.
+
+    Raises:
+        CannotRunError: nothing could be run, or it was interrupted.
     """
-    try:
-        return _run(args)
-    except (CannotRunError, PatchError) as error:
-        return cannot_run("mutate", error)
-
-
-def _run(args: argparse.Namespace) -> int:
     within("deadline", args.deadline, 1)
     within("jobs", args.jobs, 1, 4 * (os.cpu_count() or 1))
     mutants = _selected(args, list(every()))

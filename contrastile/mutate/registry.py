@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from contrastile.reporting import CannotRunError
+
 PACKAGE = Path(__file__).parents[1]
 PATCHES = Path(__file__).parent / "patches"
 
@@ -36,7 +38,7 @@ _BELOW = {"schedule": "numpy", EXCHANGE: "numpy", **dict.fromkeys(FACE, "torch")
 """The backend with which verify runs a component that is no backend."""
 
 
-class PatchError(ValueError):
+class PatchError(CannotRunError):
     """A patch does not fit its source, or is malformed; the message says which, and the fix."""
 
 

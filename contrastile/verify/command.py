@@ -28,7 +28,7 @@ from contrastile.verify.losses import selection as losses
 from contrastile.verify.options import OPTIONS, selected, settle, whole
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Failure, Row, Run
-from contrastile.verify.worlds import Threads, World, WorldError
+from contrastile.verify.worlds import Threads, World
 
 PASS, FAIL = 0, 1
 
@@ -60,20 +60,18 @@ def main(args: argparse.Namespace) -> int:
     """Run ``contrastile verify``.
 
     Returns:
-        0 when everything that the backends claim was tested and passed, 1 when something failed, 2 when nothing could
-        be run or too much was left untested (the last lines say why), 130 when it was interrupted.
+        0 when everything that the backends claim was tested and passed, 1 when something failed, 2 when too much was
+        left untested (the last lines say why).
+
+    Raises:
+        CannotRunError: nothing could be run, or it was interrupted.
     """
     args.started = time.monotonic()
-    try:
-        if args.list:
-            print(listing())
-            return PASS
-        with launched.opened(args.world, args.device, args.per_host) as world:
-            return _isolated(args, world) if world is None or isinstance(world, Threads) else _launched(args, world)
-    except (CannotRunError, WorldError) as error:
-        return cannot_run("verify", error)
-    except KeyboardInterrupt:
-        return cannot_run("verify", StoppedError("interrupted"))
+    if args.list:
+        print(listing())
+        return PASS
+    with launched.opened(args.world, args.device, args.per_host) as world:
+        return _isolated(args, world) if world is None or isinstance(world, Threads) else _launched(args, world)
 
 
 def listing() -> str:

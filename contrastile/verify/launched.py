@@ -21,9 +21,10 @@ import numpy as np
 from contrastile.comm.communicator import Communicator, ExchangeError
 from contrastile.comm.connect import connect
 from contrastile.comm.watchdog import deadline_or, until
-from contrastile.environment import finds_a_gpu
+from contrastile.environment import finds_a_gpu, torch_gpus
+from contrastile.reporting import CannotRunError
 from contrastile.verify.rearrange import split
-from contrastile.verify.worlds import LARGEST, Threads, World, WorldError, portable, simulated
+from contrastile.verify.worlds import LARGEST, Threads, World, portable, simulated
 
 T = TypeVar("T")
 
@@ -95,19 +96,19 @@ def opened(name: str | None, device: str, per_host: int | None = None) -> Iterat
     """The world that ``--world`` names; None for none.
 
     Raises:
-        WorldError: there is no such world, or its launcher or package is missing.
+        CannotRunError: there is no such world, or its launcher or package is missing.
     """
     if name is None:
         yield None
         return
     if name not in ("mpi", "torch"):
         if not (name.isdecimal() and 1 <= int(name) <= LARGEST):
-            raise WorldError(f"--world must be 1..{LARGEST}, mpi or torch, got {name!r}")
+            raise CannotRunError(f"--world must be 1..{LARGEST}, mpi or torch, got {name!r}")
         yield Threads(int(name), per_host=per_host)
         return
     package = {"mpi": "mpi4py", "torch": "torch"}[name]
     if importlib.util.find_spec(package) is None:
-        raise WorldError(f"--world {name} needs {package}; run: pip install 'contrastile[{name}]'")
+        raise CannotRunError(f"--world {name} needs {package}; run: pip install 'contrastile[{name}]'")
     kind = "cuda" if on_gpus(name, device) else "cpu"
     with (mpi if name == "mpi" else torch)(kind) as world:
         world.per_host = per_host
@@ -120,9 +121,7 @@ def on_gpus(name: str | None, device: str) -> bool:
         return device == "cuda"
     if name != "torch":
         return finds_a_gpu()
-    import torch
-
-    return torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return torch_gpus() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @contextmanager
@@ -130,12 +129,12 @@ def mpi(device: str) -> Iterator[Launched]:
     """The processes of ``mpirun``.
 
     Raises:
-        WorldError: there is no MPI.
+        CannotRunError: there is no MPI.
     """
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise WorldError(f"--world mpi cannot load MPI ({error}); run: pip install mpich") from error
+        raise CannotRunError(f"--world mpi cannot load MPI ({error}); run: pip install mpich") from error
     comm = MPI.COMM_WORLD
     if device == "cuda":
         _take_gpu(comm.Split_type(MPI.COMM_TYPE_SHARED).Get_rank())
@@ -158,13 +157,13 @@ def torch(device: str) -> Iterator[Launched]:
     """The processes of ``torchrun``: gloo on the host, NCCL with ``--device cuda``.
 
     Raises:
-        WorldError: not under torchrun.
+        CannotRunError: not under torchrun.
     """
     import torch.distributed as dist
 
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         command = "torchrun --nproc-per-node 4 -m contrastile verify --world torch"
-        raise WorldError(f"--world torch runs under torchrun; run: {command}")
+        raise CannotRunError(f"--world torch runs under torchrun; run: {command}")
     if device == "cuda":
         _take_gpu(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")

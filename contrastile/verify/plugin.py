@@ -25,7 +25,6 @@ from contrastile.verify.losses.selection import LossSelection
 from contrastile.verify.losses.subject import Loss
 from contrastile.verify.options import OPTIONS, selected, settle, threads
 from contrastile.verify.runner import Check, Failure, Row
-from contrastile.verify.worlds import WorldError
 
 RESULT = "contrastile"
 """The name under which a report holds its row."""
@@ -70,7 +69,7 @@ class Checks(pytest.Directory):
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException]) -> Any:  # type: ignore[override]
         """The one line that says why they cannot run."""
-        if isinstance(excinfo.value, CannotRunError | WorldError):
+        if isinstance(excinfo.value, CannotRunError):
             return str(excinfo.value)
         return super().repr_failure(excinfo)
 

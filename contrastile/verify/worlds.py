@@ -29,10 +29,6 @@ def simulated(ranks: int, per_host: int) -> Hosts:
     return hosts_of([str(rank // per_host if ranks % 2 else rank % hosts) for rank in range(ranks)])
 
 
-class WorldError(ValueError):
-    """There is no such world, or it is not available here; the message says what to do."""
-
-
 class World:
     """Ranks that run one program.
 

@@ -118,20 +118,12 @@ def test_a_replayed_step_has_the_bits_of_a_launched_one(monkeypatch: pytest.Monk
     assert same([value, *found], [expected, *torch.autograd.grad(upstream * expected, given[:2]), None])
 
 
-def clip(i: Any, t: Any, s: Any, **how: Any) -> Any:
-    return contrastile.clip_loss(i, t, s, **how)
-
-
 def of_ids(i: Any, t: Any, s: Any, **how: Any) -> Any:
     return contrastile.clip_loss(i, t, s, ids=torch.arange(len(i)) % 2, weights=i.detach()[:, 0].abs(), **how)
 
 
 def with_a_queue(i: Any, t: Any, s: Any, **how: Any) -> Any:
     return contrastile.info_nce(i, t, s.detach(), negatives=t.detach() ** 2, margin=0.1, **how)
-
-
-def views(i: Any, t: Any, s: Any, **how: Any) -> Any:
-    return contrastile.nt_xent(i, t, s, **how)
 
 
 def labelled(i: Any, t: Any, s: Any, **how: Any) -> Any:
@@ -161,7 +153,9 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> steps.Steps:
 
 
 @pytest.mark.parametrize(("ranks", "exchange"), [(1, "ring"), *((2, how) for how in SCHEDULES)])
-@pytest.mark.parametrize("loss", [clip, of_ids, with_a_queue, views, labelled, additive, of_statistics])
+@pytest.mark.parametrize(
+    "loss", [contrastile.clip_loss, of_ids, with_a_queue, contrastile.nt_xent, labelled, additive, of_statistics]
+)
 def test_a_step_over_ranks_from_graphs_has_the_bits_of_a_launched_one(
     request: pytest.FixtureRequest, loss: Callable[..., Any], ranks: int, exchange: str
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from contrastile.backends.contract import Accuracy
+from contrastile.backends.registry import load
 from contrastile.backends.replay import SETTING
 from contrastile.bench import agreement, memory, peers, plain
 
@@ -57,7 +58,8 @@ def test_a_refusal_is_not_an_agreement() -> None:
 
 
 def test_an_infinite_bound_proves_nothing() -> None:
-    vague = replace(peers.plain(), accuracy=lambda dtype, device: Accuracy(unit=0.5, accumulate_unit=0.5))
+    backend = replace(load("torch"), accuracy=lambda *of: Accuracy(unit=0.5, accumulate_unit=0.5))
+    vague = replace(peers.ours("torch"), backend=backend)
     found = agreement.check(vague, "float32", "cpu", 10.0, rows=67)
     assert found.ratio is None
     assert "no finite bound" in found.reason

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,22 +17,6 @@ from contrastile.comm.connect import connect
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 
 
-@pytest.fixture
-def group() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def test_the_default_group_has_two_names_and_one_communicator(group: Any) -> None:
-    found = connect("world", deadline=3)
-    assert connect(group) is found
-    assert (found.name, found.rank, found.size, found.deadline) == ("alone", 0, 1, 3)
-    assert connect(group, deadline=7) is found
-    assert found.deadline == 7
-
-
 def test_a_rank_that_comes_after_the_others_gave_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
 
@@ -45,21 +28,6 @@ def test_a_rank_that_comes_after_the_others_gave_up_says_so(monkeypatch: pytest.
             connect("world", deadline=1)
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("wrong", ["words", 3, object()])
-def test_what_is_no_group_is_refused(group: Any, wrong: Any) -> None:
-    with pytest.raises(TypeError, match="group must be"):
-        connect(wrong)
-
-
-def test_a_communicator_is_its_own_and_has_its_own_deadline() -> None:
-    def program(comm: Any) -> None:
-        assert connect(comm) is comm
-        with pytest.raises(ValueError, match="deadline must be None for a Communicator"):
-            connect(comm, deadline=3)
-
-    InProcessGroup(1).run(program)
 
 
 def test_an_mpi_communicator_that_is_none_is_refused() -> None:

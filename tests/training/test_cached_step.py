@@ -80,24 +80,6 @@ def test_chunks_are_views_and_keep_their_types() -> None:
     assert (second["flag"], second["name"], second["none"], second["number"]) == (True, "n", None, batch["number"])
 
 
-def test_a_loss_whose_gradient_nobody_sends_has_none() -> None:
-    class Silent(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-            return None
-
-    nets, inputs = towers(B, D)
-    cached: Any = training.Cached(contrastile.clip_loss, tuple(nets), 5)
-    value = cached(*inputs, scale=3.0)
-    apply: Any = Silent.apply
-    apply(value).backward()
-    assert all(x.grad is None or not x.grad.any() for x in every_parameter(*nets))
-
-
 PROGRAM = str(Path(__file__).parent / "programs" / "train_cached.py")
 REFUSED = [
     "sync must find the DDP or FSDP2 modules whose gradients are reduced, got none in encode",

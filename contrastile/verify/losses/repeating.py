@@ -18,7 +18,6 @@ from contrastile.verify.layouts import transposed
 from contrastile.verify.losses.arguments import rounded
 from contrastile.verify.losses.cases import LossCase, build, concerns
 from contrastile.verify.losses.properties import UPSTREAM, LossTrial, by_autograd, gradient_fields, placed
-from contrastile.verify.losses.subject import Call
 from contrastile.verify.trial import SkipError
 
 _MANY = 520
@@ -58,8 +57,9 @@ def interleaved(trial: LossTrial) -> Comparisons:
         again.finish(again())
         same = all(x[: len(y)] == y for x, y in zip(after, before, strict=True)) and [c.bits() for c in calls] == after
         yield f"{label}results after another call", NOTHING if same else wrong("they were changed")
-        for x in _arrays_of(calls[0]):
-            x[...] = 7
+        for x in calls[0].given()[1:]:
+            if getattr(x, "shape", ()):
+                x[...] = 7
         yield f"{label}after results were written to", two[1].compare(two[1].run(), trial.fields)
         if trial.result.by_autograd:
             calls = [each.call() for each in two]
@@ -69,13 +69,6 @@ def interleaved(trial: LossTrial) -> Comparisons:
             values = [next(iter(x.values())) if isinstance(x, dict) else x for x in [call() for call in calls]]
             joint = calls[1].finish(values[0] + values[1])
             yield f"{label}one backward pass of two calls", two[1].compare(joint, gradient_fields(claims))
-
-
-def _arrays_of(call: Call) -> list[Array]:
-    """Gradients, as they were returned or as autograd has left them."""
-    returned = list(call.returned[1:]) if isinstance(call.returned, tuple | list) else []
-    gradients = [*returned, *(getattr(x, "grad", None) for x in call.leaves)]
-    return [x for x in gradients if getattr(x, "shape", ())]
 
 
 def rewritten(trial: LossTrial) -> Comparisons:

@@ -183,12 +183,15 @@ class Call:
             if hasattr(x, "grad"):
                 x.grad = None
 
-    def bits(self) -> list[bytes]:
-        """Of everything that the last call gave: what it returned, and autograd's gradients."""
+    def given(self) -> list[Any]:
+        """Everything that the last call gave: what it returned, the value first, and autograd's gradients."""
         returned = list(self.returned.values()) if isinstance(self.returned, dict) else self.returned
         given = list(returned) if isinstance(returned, tuple | list) else [returned]
-        given += [getattr(x, "grad", None) for x in (*self.leaves, *self.numbers)]
-        return [self._take(x).tobytes() for x in given if x is not None]
+        return given + [getattr(x, "grad", None) for x in (*self.leaves, *self.numbers)]
+
+    def bits(self) -> list[bytes]:
+        """Of ``given``."""
+        return [self._take(x).tobytes() for x in self.given() if x is not None]
 
     def _take(self, x: Any) -> Any:
         if x is None:

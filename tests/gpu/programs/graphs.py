@@ -98,11 +98,6 @@ def of_ids(image: Any, text: Any, scale: Any, **how: Any) -> Any:
     return contrastile.clip_loss(image, text, scale, ids=ids, weights=image.detach()[:, 0].abs().float(), **how)
 
 
-def of_views(image: Any, text: Any, scale: Any, **how: Any) -> Any:
-    """Rows against themselves."""
-    return contrastile.nt_xent(image, text, scale, **how)
-
-
 def main() -> None:
     """All backends and both schedules, twice."""
     faulthandler.dump_traceback_later(SECONDS, exit=True)
@@ -113,7 +108,7 @@ def main() -> None:
     # the first word is an engine, which may have a backend's name
     backends = [name for name in BACKENDS if name in sys.argv[2:]] or BACKENDS
     checks = {f"{b} {how}": check(comm, b, how) for b in backends for how in ("ring", "gather")}
-    for loss in (contrastile.clip_loss, of_ids, of_views):
+    for loss in (contrastile.clip_loss, of_ids, contrastile.nt_xent):
         for b in backends:
             for how in ("replicate", "ring", "gather"):
                 checks[f"{b} {how} {loss.__name__}, by itself"] = partial(replays, group, comm, b, how, loss)
