@@ -15,7 +15,7 @@ from typing import Any
 from contrastile.backends.arrays import ArrayLibrary, transfer
 from contrastile.backends.contract import Array, Backend, Options, Whole
 from contrastile.backends.objectives import STATISTICS
-from contrastile.backends.settings import fits
+from contrastile.backends.settings import FEATURES, fits
 from contrastile.plan import Plan
 from contrastile.schedules import (
     beside,
@@ -101,13 +101,15 @@ def may_be_replayed(plan: Plan) -> bool:
     problem, placement = plan.problem, plan.problem.placement
     if problem.blocking is not None or not plan.backend.replayable:
         return False
-    (m, d), columns = problem.rows.shape, sum(x.shape[0] for x in problem.columns)
+    (m, d), own = problem.rows.shape, 0 if problem.own_counts is None else problem.columns[-1].shape[0]
+    # own columns meet one row each
+    columns = sum(x.shape[0] for x in problem.columns) - own
     every = m
     if placement is not None:
         every, columns = sum(placement.shards.rows), sum(placement.shards.widths)
         m = every if replicate.applies(problem) else max(placement.shards.rows)
     # rows against themselves: each pair is computed once
-    return fits(m, columns if problem.columns else (every + 1) // 2, d)
+    return own * d <= FEATURES and fits(m, columns if problem.columns else (every + 1) // 2, d)
 
 
 def is_whole(problem: Problem, state: Found) -> bool:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import isfinite
 from typing import Any, Unpack
 
 from contrastile import compute, problems, validation
@@ -139,11 +140,15 @@ def computed(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[A
     """The loss's value and its gradients: see ``value_and_grad``."""
     args, kwargs = [_detached(x) for x in args], {name: _detached(x) for name, x in kwargs.items()}
     alone = complete(settings)["group"] is None and kwargs.keys().isdisjoint(("scale", "bias"))
-    if alone and all(getattr(x, "is_cuda", False) for x in args):
+    if alone and getattr(args[0], "is_cuda", False):
         import torch
 
+        wide = torch.promote_types(args[0].dtype, torch.float32)
+        # numbers have gradients, too
+        args = [args[0].new_full((), x, dtype=wide) if type(x) is float and isfinite(x) else x for x in args]
         # the same kernels, and small steps have them from graphs; autograd's one thread must not wait for ranks
-        if direct(torch, args) and not torch.is_inference_mode_enabled():
+        plain = all(getattr(x, "is_cuda", False) for x in args) and not torch.is_inference_mode_enabled()
+        if plain and direct(torch, args):
             leaves = [x.requires_grad_() for x in args if x.is_floating_point()]
             with torch.enable_grad():
                 value = evaluate(build, settings, *args, **kwargs)

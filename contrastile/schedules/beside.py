@@ -20,7 +20,7 @@ from contrastile.schedules import local
 from contrastile.schedules.problem import Problem
 from contrastile.schedules.sums import gathered, summed
 
-ELEMENTS = 2**22
+ELEMENTS = 2**24
 """Features that are widened to the state dtype at a time."""
 
 

@@ -38,11 +38,12 @@ def _shared(problem: Problem) -> tuple[ModuleType, Problem, slice]:
     return module, replace(problem, columns=columns if any(held) else (), own_counts=None), which
 
 
-def _chunks(problem: Problem, options: Options) -> Iterator[tuple[slice, Array, Array, Array, Array]]:
+def _chunks(problem: Problem, options: Options) -> Iterator[tuple[slice, Array, list[Array], Array, Array]]:
     """Some rows at a time, where the features are, and their own columns: first, where there is one, the positive.
 
-    Gives the rows' place, their features (h, d) and the columns' (h, c, d) in the state dtype, 0 where there is no
-    column; and the logits, (h, c) float64, and which of them are those of negatives that count.
+    Gives the rows' place; their features (h, d) and those of the positive (h, 1, d), if there is one, and the others
+    (h, k, d) in the state dtype; the logits, (h, c) float64, and which of them are those of negatives that count. What
+    lies beyond a row's count may be anything.
     """
     own, m, first = problem.columns[-1], problem.rows.shape[0], int(problem.own_positives)
     source = library_of(own)
@@ -57,14 +58,14 @@ def _chunks(problem: Problem, options: Options) -> Iterator[tuple[slice, Array, 
     for start in range(0, m, rows):
         here = slice(start, min(start + rows, m))
         counted = numbers[None] < counts[here][:, None]
-        k = source.cast(own[start * each : here.stop * each], state).reshape((here.stop - start, each, width))
-        # what lies beyond a row's count may be anything
-        k, q = source.where(counted[:, :, None], k, 0.0), source.cast(problem.rows[here], state)
+        q = source.cast(problem.rows[here], state)[:, None]
+        both = [source.cast(own[start * each : here.stop * each], state).reshape((here.stop - start, each, width))]
         if first:
-            positive, no = source.cast(problem.columns[0][here], state)[:, None], (counts[here] < 0)[:, None]
-            k, counted = (source.module.concatenate(x, 1) for x in ((positive, k), (no, counted)))
-        x = scale * source.cast((q[:, None] * k).sum(-1), "float64")
-        yield here, q, k, x, counted if limits is None else counted & ~(x > limits[here][:, None])
+            both.insert(0, source.cast(problem.columns[0][here], state)[:, None])
+            counted = source.module.concatenate(((counts[here] < 0)[:, None], counted), 1)
+        dots = [(q * k).sum(-1) for k in both]
+        x = scale * source.cast(source.module.concatenate(dots, 1) if first else dots[0], "float64")
+        yield here, q, both, x, counted if limits is None else counted & ~(x > limits[here][:, None])
 
 
 def _statistics(problem: Problem, work: local.Work) -> SideStatistics:
@@ -118,20 +119,23 @@ def backward(
         source.empty(tuple(x.shape), dtype, x) if want else None
         for x, want in zip((problem.columns[0], own), (first and wanted.columns[0], wanted.columns[-1]), strict=True)
     )
-    for here, q, k, x, counted in _chunks(problem, work.options):
+    for here, q, both, x, counted in _chunks(problem, work.options):
         bar = by_n[here][:, None]
         G = source.where(counted & (bar != 0), bar * xp.exp((x - n[here, :1]) - n[here, 1:]), 0.0)
         if first:
             # of one positive q is 1, and D has no part
             G[:, 0] = by_p[here]
+        G, scaled = (source.cast(y, state)[:, :, None] for y in (G, factor * G))
         if sums is not None:
-            sums[here] = (source.cast(G, state)[:, :, None] * k).sum(1)
-        part = source.cast(source.cast(factor * G, state)[:, :, None] * q[:, None], dtype)
+            known = source.where(counted[:, first:, None], both[-1], 0.0)
+            sums[here] = (G[:, first:] * known).sum(1) + (G[:, 0] * both[0][:, 0] if first else 0.0)
         if of_key is not None:
-            of_key[here] = part[:, 0]
+            of_key[here] = source.cast(scaled[:, 0] * q[:, 0], dtype)
         if of_own is not None:
-            each = part.shape[1] - first
-            of_own[here.start * each : here.stop * each] = part[:, first:].reshape((-1, own.shape[1]))
+            each = x.shape[1] - first
+            of_own[here.start * each : here.stop * each] = source.cast(scaled[:, first:] * q, dtype).reshape(
+                (-1, own.shape[1])
+            )
     module, shared, which = _shared(problem)
     wanted = replace(wanted, columns=wanted.columns[which])
     empty = () if shared.columns else tuple(source.empty(tuple(x.shape), state, x) for x in problem.columns[which])
