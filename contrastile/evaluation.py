@@ -138,9 +138,9 @@ def value_and_grad(
 
 def computed(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
     """The loss's value and its gradients: see ``value_and_grad``."""
-    args, kwargs = [_detached(x) for x in args], {name: _detached(x) for name, x in kwargs.items()}
+    args, kwargs = [detached(x) for x in args], {name: detached(x) for name, x in kwargs.items()}
     alone = complete(settings)["group"] is None and kwargs.keys().isdisjoint(("scale", "bias"))
-    if alone and getattr(args[0], "is_cuda", False):
+    if alone and args and getattr(args[0], "is_cuda", False):
         import torch
 
         wide = torch.promote_types(args[0].dtype, torch.float32)
@@ -177,7 +177,8 @@ def _bound(name: str, *args: Any, **kwargs: Any) -> problems.LossProblem:
 _BUILDERS = {name: partial(_bound, name) for name in problems.BUILDERS}
 
 
-def _detached(x: Any) -> Any:
+def detached(x: Any) -> Any:
+    """X without its gradient, or those in a sequence; what is no tensor as it is."""
     if isinstance(x, list | tuple):
-        return [_detached(each) for each in x]
+        return [detached(each) for each in x]
     return x.detach() if hasattr(x, "detach") else x

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, SupportsIndex, Unpack
 from contrastile import validation
 from contrastile.backends.eager import outside_of_graphs
 from contrastile.backends.registry import require
-from contrastile.evaluation import computed, evaluate
+from contrastile.evaluation import computed, detached, evaluate, make
 from contrastile.losses import clip_loss, sigmoid_loss
 from contrastile.plan import DEFAULTS, Settings, complete
 from contrastile.problems import BUILDERS, LossProblem
@@ -299,8 +299,23 @@ class DistillClipLoss(ClipLoss):
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
                 ``contrastile.clip_loss``.
         """
-        q, k = image_features, text_features
-        of_teacher = [x.detach().to(q.dtype) for x in (dist_image_features, dist_text_features)]
+        teacher = map(detached, (dist_image_features, dist_text_features, dist_logit_scale))
+        args: Any = (image_features, text_features, logit_scale, *teacher)
+        both = None
+        if self.group is None and not torch.compiler.is_compiling():
+            from contrastile.autograd.prepared import replayed
+
+            def make_clip(args: Any, _: Any) -> Any:
+                return make(BUILDERS["clip_loss"], self.settings, args[:3], {})
+
+            both = replayed(
+                "DistillClipLoss", self.settings, args, make_clip, lambda *args: torch.stack(self._both(*args))
+            )
+        contrastive, distill = self._both(*args) if both is None else both
+        return {"contrastive_loss": contrastive, "distill_loss": distill} if output_dict else (contrastive, distill)
+
+    def _both(self, q: Tensor, k: Tensor, logit_scale: Any, image: Tensor, text: Tensor, dist_logit_scale: Any) -> Any:
+        of_teacher = [x.to(q.dtype) for x in (image, text)]
         if [len(x) for x in of_teacher] != [len(q), len(k)]:
             raise ValueError(
                 f"the teacher's features must have {len(q)} and {len(k)} rows, as the student's, got "
@@ -312,7 +327,7 @@ class DistillClipLoss(ClipLoss):
         settings: Any = {**self.settings, "parameter_reduction": "sum"}
         depth, state = of_teacher[0].shape[1], torch.promote_types(q.dtype, torch.float32)
         _, found = outside_of_graphs(computed)(_of_values, settings, (*both, dist_logit_scale), {"depth": depth})
-        by_q, by_k = ((x[:, depth:].to(state) / dist_logit_scale).detach() for x in found[:2])
+        by_q, by_k = (x[:, depth:].to(state) / dist_logit_scale for x in found[:2])
         total, ranks = (q.detach() * by_q).sum(dtype=torch.float64), 1
 
         def with_total(*args: Any, world: Handshake, **given: Any) -> LossProblem:
@@ -326,8 +341,7 @@ class DistillClipLoss(ClipLoss):
         s = torch.as_tensor(logit_scale, dtype=contrastive.dtype, device=q.device).reshape(())
         factor = ranks if self.settings["parameter_reduction"] == "mean" else 1  # see Placement.factor
         learns = factor * (s.detach() * ((q * by_q).sum() + (k * by_k).sum()) + s * total / ranks)
-        distill = contrastive - (s.detach() * total + (learns - learns.detach())).to(contrastive.dtype)
-        return {"contrastive_loss": contrastive, "distill_loss": distill} if output_dict else (contrastive, distill)
+        return contrastive, contrastive - (s.detach() * total + (learns - learns.detach())).to(contrastive.dtype)
 
 
 def _of_values(*args: Any, depth: int, **given: Any) -> LossProblem:

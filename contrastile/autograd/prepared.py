@@ -57,6 +57,34 @@ class Prepared:
         return Plan(build(*args, **kwargs, world=self._world).problem, *self._settings)
 
 
+def plain_call(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+    """The arguments of a plain eager call; None for one whose signature cannot be told."""
+    if torch.compiler.is_compiling():
+        return None
+    call = Call(args, kwargs, torch.is_grad_enabled())
+    if not call.known or not eager.direct(torch, ()) or functions.tangents(call.tensors):
+        return None
+    # later calls may save the vectors that are made now for their backward: inference tensors cannot be saved
+    return None if torch.is_inference_mode_enabled() else call
+
+
+def signature(build: Hashable, settings: Any) -> tuple[Hashable, ...]:
+    """What is computed, and how: to a dict 1, 1.0 and True are one key."""
+    sides = map(type, settings["tile"]) if type(settings.get("tile")) is tuple else ()
+    return build, *settings.items(), *map(type, settings.values()), *sides
+
+
+def replayed(
+    what: Hashable, settings: Any, args: Sequence[Any], make: Callable[..., Any], launch: Callable[..., Tensor]
+) -> Tensor | None:
+    """What ``launch`` gives of tensors on a GPU, differentiable, from graphs; None where it is to be launched.
+
+    See ``Steps.loss``.
+    """
+    call = plain_call(args, {}) if getattr(args[0], "is_cuda", False) and is_plain() else None
+    return None if call is None else steps.STEPS.loss(signature(what, settings), call, make, launch)
+
+
 class Calls:
     """The call signatures of this process."""
 
@@ -86,18 +114,10 @@ class Calls:
         Raises:
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError: see ``contrastile.clip_loss``.
         """
-        if torch.compiler.is_compiling():
+        call = plain_call(args, kwargs)
+        if call is None:
             return None
-        grad = torch.is_grad_enabled()
-        call = Call(args, kwargs, grad)
-        if not call.known or not eager.direct(torch, ()) or functions.tangents(call.tensors):
-            return None
-        # later calls may save the vectors that are made now for their backward: inference tensors cannot be saved
-        if torch.is_inference_mode_enabled():
-            return None
-        # to a dict 1, 1.0 and True are one key
-        sides = map(type, settings["tile"]) if type(settings.get("tile")) is tuple else ()
-        what, stream, kind = (build, *settings.items(), *map(type, settings.values()), *sides), None, "cpu"
+        grad, what, stream, kind = call.grad, signature(build, settings), None, "cpu"
         if getattr(args[0], "is_cuda", False):
             # a graph under capture has its own memory, which is written on replay
             if not is_plain():
