@@ -309,7 +309,7 @@ class DistillClipLoss(ClipLoss):
                 return make(BUILDERS["clip_loss"], self.settings, args[:3], {})
 
             both = replayed(
-                "DistillClipLoss", self.settings, args, make_clip, lambda *args: torch.stack(self._both(*args))
+                "DistillClipLoss", self.settings, args, make_clip, lambda args, _: torch.stack(self._both(*args))
             )
         contrastive, distill = self._both(*args) if both is None else both
         return {"contrastive_loss": contrastive, "distill_loss": distill} if output_dict else (contrastive, distill)

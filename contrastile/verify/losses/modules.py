@@ -99,7 +99,9 @@ def distilled(loss: Target, settings: dict[str, Any]) -> Target:
         own = torch.arange(len(image), device=image.device) + rank * ROWS
         teacher = torch.nn.functional.one_hot(own, max(len(image), size * ROWS)).double()
         given = image.double(), text.roll(1, 0).double(), scale, teacher, teacher.roll(1, 0), 200.0
-        _, found = nn.DistillClipLoss(**{**settings, "backend": "torch", "precision": "auto"})(*given)
+        made = nn.DistillClipLoss(**{**settings, "backend": "torch", "precision": "auto"})
+        # the fourth call of a signature on a GPU is replayed
+        _, found = [made(*given) for _ in range(4 if image.is_cuda else 1)][-1]
         return found.to(torch.promote_types(image.dtype, torch.float32))
 
     return target
