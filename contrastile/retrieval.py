@@ -29,6 +29,8 @@ TILE = 2048
 """Rows and columns of a tile on a CPU, of few columns found; of many a tile of as many products is wider."""
 ENTRIES, WIDE = 2**26, 2**17
 """Products of a tile on a GPU, and its columns: few launches, and few lists of neighbours to merge."""
+FEW = 128
+"""Rows from which on neighbours are found among products as they are formed: fewer leave most of a tile empty."""
 HIGH = 2**14
 """Rows that a fused search takes at once: it holds less for them than columns take, and has few launches."""
 
@@ -247,7 +249,10 @@ class _Search:
         self._high = self._wide = side
         if tile is None:
             # the more are found in a tile, the less of its time is its products'
-            wide, entries = (WIDE, ENTRIES) if rows.is_cuda else (max(side, 128 * k), side * side)
+            wide, entries = max(side, 128 * k), side * side
+            if rows.is_cuda:
+                # of few rows a tile has all columns
+                wide, entries = max(WIDE, ENTRIES // max(1, len(rows))), ENTRIES
             self._wide = max(1, min(len(self.columns), wide))
             self._high = max(1, entries // self._wide)
         # the products of one tile, by its first row and column: those of positives are needed twice
@@ -396,8 +401,11 @@ class _Search:
         for left, x in self.products(low):
             if most is not None:
                 x = self.left_out(x, low, left, where, value=-torch.inf)
-                x = x.masked_fill_((x <= most[:, None]).logical_not_(), -torch.inf)
+                x = torch.where(x <= most[:, None], x, -torch.inf)
             best, at = _first(x, min(k, x.shape[1]))
+            if left == 0:
+                values, numbers = best, at
+                continue
             # columns that came before stand first, and a stable sort leaves equal products in their order
             values, order = torch.cat([values, best], 1).sort(dim=1, descending=True, stable=True)
             numbers = torch.cat([numbers, at + left], 1).gather(1, order)[:, :k]
@@ -414,6 +422,9 @@ def _place(where: Tensor, left: int, x: Tensor) -> tuple[Tensor, Tensor]:
 def _first(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row in falling order, and where they are; of equal ones the first."""
     values, at = x.topk(min(k + 1, x.shape[1]), dim=1)
+    # of NaN none is less
+    if not bool((values[:, 1:] < values[:, :-1]).logical_not_().any()):
+        return values[:, :k], at[:, :k]
     if values.shape[1] > k:
         # topk may take any of the equal ones
         tied = values[:, k] == values[:, k - 1]
@@ -429,7 +440,8 @@ def _first(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _fused(rows: Tensor, columns: Tensor, k: int) -> Search | None:
     """What compares dot products of such features as they are formed, with the k largest found; or None."""
     # float32 features would be multiplied in parts
-    if rows.itemsize > 2 or 0 in (*rows.shape, *columns.shape) or unusable("triton", rows.device.type) is not None:
+    few = len(rows) < (FEW if k else 1)
+    if rows.itemsize > 2 or few or 0 in columns.shape or unusable("triton", rows.device.type) is not None:
         return None
     backend = load("triton")
     search = backend.search if dtype_name(rows.dtype) in backend.dtypes else None

@@ -17,6 +17,7 @@ M, WIDTH, TILE = 23, 5, 7
 def test_a_fused_search_finds_what_tiles_do(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(retrieval, "HIGH", 16)
+    monkeypatch.setattr(retrieval, "FEW", 0)
     random, device = torch.Generator().manual_seed(0), "cuda" if torch.cuda.is_available() else "cpu"
     m, n, width = 17, 700, 17
 

@@ -293,24 +293,26 @@ def _search(batch: Batch) -> Any:
 
     ids: Any = {"row_ids": torch.from_numpy(of_rows), "column_ids": torch.from_numpy(of_columns)}
     limits: Any = {"range_min": 2, "absolute_margin": -1.0, "relative_margin": 0.5, "max_score": 3.0}
-    # kernels, where there are some, take 16 bits and have tiles of their own
+    # kernels, where there are some, take many rows of 16 bits and have tiles of their own
     half: Any = [y.half() for y in given]
-    for (q, k), tile, least in ((given, 7, -1.0), (given, None, 1.0), (half, None, -1.0)):
-        named: Any = {"positives": torch.from_numpy(positives), "tile": tile}
-        yield "ranks", np.array_equal(retrieval.ranks(q, k, **named).cpu(), beats.sum(axis=1) - 1)
-        yield (
-            "ranks among ids",
-            np.array_equal(retrieval.ranks(q, k, **named, **ids).cpu(), (beats & other).sum(axis=1)),
-        )
-        near = retrieval.top_k(q, k, 3, tile=tile)
-        yield "the nearest columns", all(np.array_equal(y.cpu(), z[:, :3]) for y, z in zip(near, top, strict=True))
-        found = retrieval.mine_hard_negatives(q, k, 3, **named, **ids, **limits, min_score=least)
-        yield "hard negatives", found.tolist() == mined(least)
+    where = torch.from_numpy(positives)
+    for (q, k), tile, least, times in ((given, 7, -1.0, 1), (given, None, 1.0, 1), (half, None, -1.0, 10)):
+        named: Any = {"positives": where.repeat(times), "tile": tile}
+        q = q.repeat(times, 1)
+        known = ids | {"row_ids": ids["row_ids"].repeat(times)}
+        places = retrieval.ranks(q, k, **named)[:_ROWS]
+        yield "ranks", np.array_equal(places.cpu(), beats.sum(axis=1) - 1)
+        places = retrieval.ranks(q, k, **named, **known)[:_ROWS]
+        yield "ranks among ids", np.array_equal(places.cpu(), (beats & other).sum(axis=1))
+        near = [x[:_ROWS].cpu() for x in retrieval.top_k(q, k, 3, tile=tile)]
+        yield "the nearest columns", all(np.array_equal(y, z[:, :3]) for y, z in zip(near, top, strict=True))
+        found = retrieval.mine_hard_negatives(q, k, 3, **named, **known, **limits, min_score=least)
+        yield "hard negatives", found[:_ROWS].tolist() == mined(least)
 
     def part(group: Any) -> list[Any]:
         i, j = ((slice(9), slice(12)), (slice(9, None), slice(12, None)))[group.rank]
         own: Any = {
-            "positives": named["positives"][i],
+            "positives": where[i],
             "row_ids": ids["row_ids"][i],
             "column_ids": ids["column_ids"][j],
         }
