@@ -249,11 +249,9 @@ class _Search:
         self._high = self._wide = side
         if tile is None:
             # the more are found in a tile, the less of its time is its products'
-            wide, entries = max(side, 128 * k), side * side
-            if rows.is_cuda:
-                # of few rows a tile has all columns
-                wide, entries = max(WIDE, ENTRIES // max(1, len(rows))), ENTRIES
-            self._wide = max(1, min(len(self.columns), wide))
+            wide, entries = (WIDE, ENTRIES) if rows.is_cuda else (max(side, 128 * k), side * side)
+            # of few rows a tile has all columns
+            self._wide = max(1, min(len(self.columns), max(wide, entries // max(1, len(rows)))))
             self._high = max(1, entries // self._wide)
         # the products of one tile, by its first row and column: those of positives are needed twice
         self._kept: tuple[tuple[int, int], Tensor] | None = None
