@@ -93,6 +93,8 @@ class _Loss(torch.nn.Module):
         numbers = (logit_scale, bias) if self.name == "sigmoid_loss" else (logit_scale,)
         given = {"ids": ids, "weights": weights, **self.options}
         if guide is not None:
+            if self.name != "clip_loss":
+                raise ValueError("guide must be None with SigLipLoss, got one; it is of ClipLoss alone")
             given["guide"] = guide
         loss = self._evaluate(BUILDERS[self.name], image_features, text_features, *numbers, **given)
         if self.name == "clip_loss" and isinstance(logit_bias, Tensor):
