@@ -26,7 +26,7 @@ from contrastile.backends.pairs import merged_pairs, pair
 
 
 class Tile(NamedTuple):
-    """Rows (tr, d) against columns (tc, d): places, what G multiplies, logits and pairs.
+    """Rows (tr, d) against columns (tc, d): places, factors of G, logits and pairs.
 
     ``beyond``: which pairs exceed their rows' limits, and which their columns'.
     """
@@ -65,8 +65,8 @@ def tiles(block: Block, options: Options) -> Iterator[Tile]:
             over_row = none if p.row_limits is None else seen > p.row_limits[r, None]
             over_column = none if p.column_limits is None else seen > p.column_limits[c]
             admitted, beyond = positive | ~(dropped | itself), (over_row, over_column)
-            by_rows, by_columns = (x[at].astype(np.float64) for x, at in zip(block.factors, (r, c), strict=True))
-            yield Tile(r, c, by_rows, by_columns, x, positive, admitted, beyond)
+            q, k = (y.astype(np.float64) for y in (block.factors[0][r], block.factors[1][c]))
+            yield Tile(r, c, q, k, x, positive, admitted, beyond)
 
 
 def merge(state: Array, x: Array, axis: int) -> None:
