@@ -6,13 +6,12 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from math import isfinite
 from typing import Any, Unpack
 
 from contrastile import compute, problems, validation
 from contrastile.backends.choice import choose, settled
 from contrastile.backends.contract import Options
-from contrastile.backends.eager import direct, outside_of_graphs
+from contrastile.backends.eager import outside_of_graphs
 from contrastile.backends.registry import checked
 from contrastile.plan import Given, Plan, Settings, complete
 from contrastile.schedules import local
@@ -141,18 +140,11 @@ def computed(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[A
     args, kwargs = [detached(x) for x in args], {name: detached(x) for name, x in kwargs.items()}
     alone = complete(settings)["group"] is None and kwargs.keys().isdisjoint(("scale", "bias"))
     if alone and args and getattr(args[0], "is_cuda", False):
-        import torch
+        from contrastile import autograd
 
-        wide = torch.promote_types(args[0].dtype, torch.float32)
-        # numbers have gradients, too
-        args = [args[0].new_full((), x, dtype=wide) if type(x) is float and isfinite(x) else x for x in args]
-        # the same kernels, and small steps have them from graphs; autograd's one thread must not wait for ranks
-        plain = all(getattr(x, "is_cuda", False) for x in args) and not torch.is_inference_mode_enabled()
-        if plain and direct(torch, args):
-            leaves = [x.requires_grad_() for x in args if x.is_floating_point()]
-            with torch.enable_grad():
-                value = evaluate(build, settings, *args, **kwargs)
-            return value.detach(), torch.autograd.grad(value, leaves)
+        both = autograd.value_and_gradients(partial(evaluate, build, settings, **kwargs), args)
+        if both is not None:
+            return both
     plan, stated = make(build, settings, args, kwargs)
     problem = plan.problem
     wanted = local.Wanted(True, (True,) * len(problem.columns), True, problem.kind == "sigmoid")

@@ -39,7 +39,7 @@ def called(what, rows=None, width=None):
             what()
         return sound.lse(block, columns, options)
 
-    return replace(sound, name="ill", lse=lse)
+    return replace(sound, name="ill", lse=lse, values=False)
 
 
 def hang():

@@ -10,6 +10,10 @@ Forward mode and gradients of gradients are not defined, and are refused by name
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from math import isfinite
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -44,3 +48,24 @@ def evaluate(plan: Plan) -> Tensor:
     if not problem.traceable:
         return functions.eager_loss(plan, grad=grad)
     return operators.called(plan, operators.wants_of(problem, grad=grad))[0]
+
+
+def value_and_gradients(loss: Callable[..., Tensor], given: Sequence[Any]) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """A loss and its gradients, by the same kernels as ever, which a small step has from graphs.
+
+    Args:
+        loss: of a process alone: autograd's one thread must not wait for ranks.
+        given: its arguments, the features first, on a GPU and without a gradient. Numbers have gradients, too.
+
+    Returns:
+        The loss, and the gradient of each number and tensor of floats; None where the call is not plain eager.
+    """
+    wide = torch.promote_types(given[0].dtype, torch.float32)
+    args: list[Any] = [given[0].new_full((), x, dtype=wide) if type(x) is float and isfinite(x) else x for x in given]
+    plain = all(getattr(x, "is_cuda", False) for x in args) and not torch.is_inference_mode_enabled()
+    if not plain or not eager.direct(torch, args):
+        return None
+    leaves = [x.requires_grad_() for x in args if x.is_floating_point()]
+    with torch.enable_grad():
+        value = loss(*args)
+    return value.detach(), torch.autograd.grad(value, leaves)

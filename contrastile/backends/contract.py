@@ -130,11 +130,6 @@ class Block:
     symmetric: bool = False
     values: tuple[Array, Array] | None = None
 
-    @property
-    def factors(self) -> tuple[Array, Array]:
-        """What G is multiplied by: that of the rows and that of the columns."""
-        return self.values or (self.rows, self.columns)
-
 
 class SideStatistics(NamedTuple):
     """What ``lse`` finds of the rows, or of the columns, in float64. The identity of a log-sum-exp is -inf, of a sum 0.

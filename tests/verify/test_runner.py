@@ -170,7 +170,7 @@ def test_precision_workspace_and_what_may_be_kept_reach_the_backend_and_the_comm
         asked.append(options)
         return NUMPY.lse(block, columns, options)
 
-    changes = {"accuracy": accuracy, "lse": lse, "keeping": lse if keeps else None}
+    changes = {"accuracy": accuracy, "lse": lse, "keeping": lse if keeps else None, "values": False}
     backend = replace(NUMPY, precisions=frozenset(precisions), **changes)
     # float32 runs in every precision that the backend names
     labels = ["float32", *["float32/split"] * (len(precisions) - 1), "float16"]
