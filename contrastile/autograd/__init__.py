@@ -68,4 +68,5 @@ def value_and_gradients(loss: Callable[..., Tensor], given: Sequence[Any]) -> tu
     leaves = [x.requires_grad_() for x in args if x.is_floating_point()]
     with torch.enable_grad():
         value = loss(*args)
-    return value.detach(), torch.autograd.grad(value, leaves)
+    # that of a number is 0-d, whatever holds it
+    return value.detach(), tuple(x.reshape(()) if x.ndim == 1 else x for x in torch.autograd.grad(value, leaves))
