@@ -138,7 +138,7 @@ def value_and_grad(
 def computed(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
     """The loss's value and its gradients: see ``value_and_grad``."""
     args, kwargs = [detached(x) for x in args], {name: detached(x) for name, x in kwargs.items()}
-    alone = complete(settings)["group"] is None and kwargs.keys().isdisjoint(("scale", "bias"))
+    alone = settings.get("group") is None and kwargs.keys().isdisjoint(("scale", "bias"))
     if alone and args and getattr(args[0], "is_cuda", False):
         from contrastile import autograd
 

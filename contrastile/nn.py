@@ -304,7 +304,7 @@ class DistillClipLoss(ClipLoss):
         teacher = map(detached, (dist_image_features, dist_text_features, dist_logit_scale))
         args: Any = (image_features, text_features, logit_scale, *teacher)
         both = None
-        if self.group is None and not torch.compiler.is_compiling():
+        if self.group is None:
             from contrastile.autograd.prepared import replayed
 
             def make_clip(args: Any, _: Any) -> Any:

@@ -437,8 +437,8 @@ def _first(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def _fused(rows: Tensor, columns: Tensor, k: int) -> Search | None:
     """What compares dot products of such features as they are formed, with the k largest found; or None."""
-    # float32 features would be multiplied in parts
     few = len(rows) < (FEW if k else 1)
+    # float32 features would be multiplied in parts
     if rows.itemsize > 2 or few or 0 in columns.shape or unusable("triton", rows.device.type) is not None:
         return None
     backend = load("triton")

@@ -81,8 +81,10 @@ def replayed(
 
     See ``Steps.loss``.
     """
-    call = plain_call(args, {}) if getattr(args[0], "is_cuda", False) and is_plain() else None
-    return None if call is None else steps.STEPS.loss(signature(what, settings), call, make, launch)
+    call = plain_call(args, {})
+    if call is None or not getattr(args[0], "is_cuda", False) or not is_plain():
+        return None
+    return steps.STEPS.loss(signature(what, settings), call, make, launch)
 
 
 class Calls:

@@ -87,10 +87,10 @@ class Smoothing:
         arrays = library_of(found)
         dtype, weight, times = arrays.dtype(found), alongside(self.weights[side], found), alongside(factor, found)
         state = state_dtype(dtype)
-        share, mean = times * self.even[side] * self.sums[2 - 2 * side], times * self.sums[3 - 2 * side]
+        by_even, by_weight = self.even[side] * self.sums[2 - 2 * side], self.sums[3 - 2 * side]
+        share, mean = (arrays.cast(times * x, state) for x in (by_even, by_weight))
         for here in _chunks(found):
-            w = arrays.cast(weight[start + here.start : start + here.stop], state)[:, None]
-            part = w * arrays.cast(mean, state) + arrays.cast(share, state)
+            part = arrays.cast(weight[start + here.start : start + here.stop], state)[:, None] * mean + share
             found[here] = arrays.cast(arrays.cast(found[here], state) + part, dtype)
 
 

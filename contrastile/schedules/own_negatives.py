@@ -41,7 +41,7 @@ def _shared(problem: Problem) -> tuple[ModuleType, Problem, slice]:
 def _chunks(problem: Problem, options: Options) -> Iterator[tuple[slice, Array, list[Array], Array, Array]]:
     """Some rows at a time, where the features are, and their own columns: first, where there is one, the positive.
 
-    Gives the rows' place; their features (h, d) and those of the positive (h, 1, d), if there is one, and the others
+    Gives the rows' place; their features (h, 1, d) and those of the positive (h, 1, d), if there is one, and the others
     (h, k, d) in the state dtype; the logits, (h, c) float64, and which of them are those of negatives that count. What
     lies beyond a row's count may be anything.
     """

@@ -65,8 +65,9 @@ def tiles(block: Block, options: Options) -> Iterator[Tile]:
             over_row = none if p.row_limits is None else seen > p.row_limits[r, None]
             over_column = none if p.column_limits is None else seen > p.column_limits[c]
             admitted, beyond = positive | ~(dropped | itself), (over_row, over_column)
-            by_rows, by_columns = block.values or (block.rows, block.columns)
-            q, k = by_rows[r].astype(np.float64), by_columns[c].astype(np.float64)
+            if block.values is not None:
+                by_rows, by_columns = block.values
+                q, k = by_rows[r].astype(np.float64), by_columns[c].astype(np.float64)
             yield Tile(r, c, q, k, x, positive, admitted, beyond)
 
 
