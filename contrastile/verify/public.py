@@ -29,7 +29,10 @@ from contrastile.verify.worlds import judged
 from contrastile.verify.wrapped import RECORDED
 
 CASE, RANKS_CASE = "public-losses", "front-door"
-_CASES = (*(name for name, each in BATCHES.items() if each.keyword), "nan", "one-pair", "large-logits", "opposite@one")
+_CASES = (
+    *(name for name, each in BATCHES.items() if each.keyword),
+    *("nan", "one-pair", "large-logits", "opposite@one", "one-direction"),
+)
 """Those of a keyword, whose arguments differ, and a few of features."""
 _OWN = ("own", "own@alone", "own@queue", "own@threshold", "own@shared")
 _ROWS, _WIDTH, _FEW, _MANY = 24, 20, 250, 1000

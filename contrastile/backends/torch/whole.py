@@ -23,12 +23,14 @@ from contrastile.backends.torch.tiles import CPU_TILE
 
 # limits of the sum of a row's exponentials: a probability loses at most 2^-100 to those that are flushed to 0
 _LEAST, _MOST = 2.0**-26, 2.0**60
+# the largest exponent in base 2: as high as a tile of them has a sum below the limit, for negatives are far below
+_HIGHEST = math.log2(_MOST / CPU_TILE[0])
 # the least sum of negatives, and the largest loss, whose positive is above 2^-113: quotients are normal numbers
 _LEAST_NEGATIVES, _MOST_COST = 2.0**-60, 60.0
 # limits of what G is multiplied by before the products: what they flush is below the least normal number times this
 _LEAST_FACTOR, _MOST_FACTOR = 2.0**-20, 2.0**60
 # logits in base 2 within which no sum can pass a limit
-_SAFE = math.log2(_LEAST), math.log2(_MOST / CPU_TILE[0]) - 1
+_SAFE = math.log2(_LEAST), _HIGHEST - 1
 
 
 def takes(problem: Any, dtype: str, device: str, options: Options) -> bool:
@@ -59,7 +61,9 @@ def loss(
         return _of_rows(x, problem.whole)
     if not problem.columns:
         return _against_themselves(problem, x, others)
-    named = x.exp2_().diagonal()
+    # what both sums are divided by cancels; NaN is greater than nothing
+    above = float(x.max()) - _HIGHEST
+    named = (x.sub_(above) if above > 0.0 else x).exp2_().diagonal()
     positives = named.clone()
     named.fill_(0.0)
     sums = torch.stack((x.sum(1), x.sum(0)))
