@@ -25,8 +25,8 @@ from contrastile.backends.torch.tiles import CPU_TILE
 _LEAST, _MOST = 2.0**-26, 2.0**60
 # the largest exponent in base 2: as high as a tile of them has a sum below the limit, for negatives are far below
 _HIGHEST = math.log2(_MOST / CPU_TILE[0])
-# the least sum of negatives, and the largest loss, whose positive is above 2^-113: quotients are normal numbers
-_LEAST_NEGATIVES, _MOST_COST = 2.0**-60, 60.0
+# the least sum of negatives, of which those flushed to 0 are little, and limits of a row's loss: quotients are normal
+_LEAST_NEGATIVES, _LEAST_COST, _MOST_COST = 2.0**-100, 2.0**-116, 60.0
 # limits of what G is multiplied by before the products: what they flush is below the least normal number times this
 _LEAST_FACTOR, _MOST_FACTOR = 2.0**-20, 2.0**60
 # logits in base 2 within which no sum can pass a limit
@@ -89,7 +89,7 @@ def _added(quotients: torch.Tensor, least: float = 1.0) -> float | None:
     """The sum of ``log1p(S / D)`` where no ``S + D`` is below ``least``; None of NaN, or if one has not all digits."""
     each = quotients.log1p_().view(-1).tolist()
     found = float(sum(each))
-    exact = min(each) * least >= _LEAST_NEGATIVES and max(each) <= _MOST_COST
+    exact = min(each) >= max(_LEAST_COST, _LEAST_NEGATIVES / least) and max(each) <= _MOST_COST
     return found if exact and not math.isnan(found) else None
 
 
