@@ -16,14 +16,12 @@ from contrastile.backends.contract import state_dtype
 from contrastile.backends.objectives import STATISTICS
 from contrastile.comm.buffers import split
 from contrastile.forms import Guide, counts_of, form_of, limits_of, negatives_of, threshold_of, without_padding
+from contrastile.order import Order
 from contrastile.schedules.handshake import ALONE, Handshake
 from contrastile.schedules.local import Gradients
 from contrastile.schedules.problem import Problem
 
 Array = Any
-
-FEW = 256
-"""Samples that a host takes in any order: all are one tile, and to sort them would take longer than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +60,16 @@ def clip(
     factor = check.scalar("scale", scale, arrays, state, rows)
     of_guide = check.guide(guide, (m, m), arrays, rows)
     each = None if weights is None else check.floats("weights", weights, m, "pair", arrays, rows)
-    order = None
-    if ids_are == "positives":
-        # few tiles then hold positives, and the others look for none: see ``sup_con``
-        same, order = arrays.sorted(same)
-        rows, columns = (arrays.take(x, order) for x in (rows, columns))
-        each = None if each is None else arrays.take(each, order)
+    order = Order.of(arrays, same, ids_are)
+    same, rows, columns, each = order.take(same, rows, columns, each)
+    of_guide = order.take(*of_guide)
     has = {"ids": ids is not None, "guide": _width(of_guide), **agreed}
     met = world.meet(arrays, rows, (columns,), (scale, factor), loss="clip_loss", **has)
     u, weight, target, positives = _equal(check, arrays, 0.5 / met.rows, met.start, met.start + m, state, rows)
     if each is not None:
         weight = _shares(world, arrays, each, state, 0.5)
     if ids_are == "positives":
-        target, positives = _reciprocal(arrays, world.count_in(arrays, same, same), state), None
+        target, positives = _reciprocal(arrays, world.count_in(arrays, same, order.rising(same)), state), None
     limits = limits_of(world, arrays, limit, (rows, (columns,)), of_guide, factor)
     problem = Problem(
         rows=rows,
@@ -95,12 +90,10 @@ def clip(
         column_guide=of_guide[1],
         **form,
     )
-
-    def pull_back(g: Gradients) -> tuple[Array, ...]:
-        both = (x if order is None else arrays.put(x, order) for x in (g.rows, g.columns[0]))
-        return *_like(arrays, (image, text), tuple(both)), g.scale
-
-    return LossProblem(arrays, problem, pull_back)
+    both = order, order
+    return LossProblem(
+        arrays, problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0]), both), g.scale)
+    )
 
 
 def info_nce(
@@ -152,6 +145,11 @@ def info_nce(
     where = None if positives is None else check.integers("positives", positives, m, "query", arrays, rows)
     of_guide = check.guide(guide, (m, n), arrays, rows)
     each = None if weights is None else check.floats("weights", weights, m, "query", arrays, rows)
+    orders: Sequence[Order] = ()
+    if of_ids and own is guide is None and len(columns) == 1:
+        orders = [Order.of(arrays, ids, ids_are) for ids in (rows_of, of_columns)]
+        rows_of, rows, each = orders[0].take(rows_of, rows, each)
+        of_columns, *columns = orders[1].take(of_columns, *columns)
     if world.alone:
         # a queue that nothing has entered yet; one that wants a gradient has one, of no rows
         columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0] or getattr(x, "requires_grad", False)]
@@ -195,7 +193,9 @@ def info_nce(
         own_counts=None if own is None else 0 * counts if share_negatives else counts,
         **form,
     )
-    return LossProblem(arrays, problem, lambda g: (*_like(arrays, (query, key), (g.rows, g.columns[0])), g.scale))
+    return LossProblem(
+        arrays, problem, lambda g: (*_like(arrays, (query, key), (g.rows, g.columns[0]), orders), g.scale)
+    )
 
 
 def nt_xent(
@@ -247,11 +247,7 @@ def sup_con(
     margin: float = 0.0,
     world: Handshake = ALONE,
 ) -> LossProblem:
-    """Samples against themselves, self excluded, t = 1 / |P(i)|; u = 1 / (samples that have a positive).
-
-    Samples are taken in the order of their labels: few tiles then hold a positive, and the others look for none. A
-    few on a host stay as they are.
-    """
+    """Samples against themselves, self excluded, t = 1 / |P(i)|; u = 1 / (samples that have a positive)."""
     if keys is not None or key_labels is not None:
         if keys is None or key_labels is None:
             raise ValueError("keys and key_labels must be given together, got only one; give both, or neither")
@@ -264,18 +260,16 @@ def sup_con(
     arrays, (rows,) = check.features(world.alone, features=features)
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
     labels = check.integers("labels", labels, m, "sample", arrays, rows)
-    ordered, order = arrays.sorted(labels)
-    stay = world.alone and m <= FEW and arrays.device(rows) == "cpu"
-    if not stay:
-        labels, rows = ordered, arrays.take(rows, order)
     factor = check.scalar("scale", scale, arrays, state, rows)
     each = None if weights is None else check.floats("weights", weights, m, "sample", arrays, rows)
+    order = Order.of(arrays, labels, "positives")
+    labels, rows, each = order.take(labels, rows, each)
     met = world.meet(arrays, rows, (rows,), (scale, factor), loss="sup_con", **agreed)
-    count = world.count_in(arrays, labels, ordered)
+    count = world.count_in(arrays, labels, order.rising(labels))
     partners = arrays.cast(count - 1, state)
     counted = arrays.cast(partners > 0, "float64")
     if each is not None:
-        counted = counted * (each if stay else arrays.take(each, order))
+        counted = counted * each
     problem = Problem(
         rows=rows,
         columns=(),
@@ -289,11 +283,7 @@ def sup_con(
         whole=1.0 if weights is None and form["kind"] == "softmax" and form["margin"] is None else None,
         **form,
     )
-
-    def pull_back(g: Gradients) -> tuple[Array, ...]:
-        return *_like(arrays, (features,), (g.rows if stay else arrays.put(g.rows, order),)), g.scale
-
-    return LossProblem(arrays, problem, pull_back)
+    return LossProblem(arrays, problem, lambda g: (*_like(arrays, (features,), (g.rows,), (order,)), g.scale))
 
 
 def sigmoid(
@@ -320,13 +310,15 @@ def sigmoid(
     factor = check.scalar("scale", scale, arrays, state, rows)
     added = check.scalar("bias", bias, arrays, state, rows)
     each = None if weights is None else check.floats("weights", weights, m, "image", arrays, rows)
+    order = Order.of(arrays, same, ids_are)
+    same, rows, columns, each = order.take(same, rows, columns, each)
     numbers = (scale, factor), (bias, added)
     has = {"ids": ids is not None, "mean_positives": bool(mean_positives)}
     met = world.meet(arrays, rows, (columns,), *numbers, loss="sigmoid_loss", **has, **agreed)
     u, weight, target, own = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
     if mean_positives:
         each = arrays.full((m,), 1.0, "float64", rows) if each is None else each
-        share = _reciprocal(arrays, world.count_in(arrays, same, arrays.sorted(same)[0]), "float64")
+        share = _reciprocal(arrays, world.count_in(arrays, same, order.rising(same)), "float64")
         parts = [_shares(world, arrays, each, state, part) for part in (share, 1.0 - share)]
         weight = arrays.module.stack(parts, -1)
     elif each is not None:
@@ -345,8 +337,9 @@ def sigmoid(
         whole=u if same is None and not agreed else None,
         **{**form, "kind": "sigmoid"},
     )
+    both = order, order
     return LossProblem(
-        arrays, problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0])), g.scale, g.bias)
+        arrays, problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0]), both), g.scale, g.bias)
     )
 
 
@@ -494,6 +487,10 @@ def _equal(
     return found
 
 
-def _like(arrays: ArrayLibrary, given: Sequence[Array], gradients: Sequence[Array]) -> Iterator[Array]:
-    """The gradients in the dtypes of what was given: autocast may have had the loss take it in another."""
+def _like(
+    arrays: ArrayLibrary, given: Sequence[Array], gradients: Sequence[Array], orders: Sequence[Order] = ()
+) -> Iterator[Array]:
+    """The gradients, taken in these orders, in the order and dtypes of what was given: autocast may take another."""
+    if orders:
+        gradients = [order.put(x) for order, x in zip(orders, gradients, strict=True)]
     return (arrays.cast(gradient, arrays.dtype(x)) for x, gradient in zip(given, gradients, strict=True))

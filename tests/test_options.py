@@ -15,6 +15,7 @@ from contrastile import compute, problems
 from contrastile.autograd.prepared import CALLS, MOST
 from contrastile.backends.contract import Options, UnsupportedProblemError
 from contrastile.backends.registry import load
+from contrastile.order import Order
 from contrastile.schedules.local import Work
 
 B, WIDTH = 23, 12
@@ -58,6 +59,23 @@ def test_calls_one_after_another_have_the_bits_of_a_first_call(compiled: bool, c
     # every backward pass after all forward passes: none may have the numbers of the last
     for (value, given), right in zip(pending, expected * 2, strict=True):
         assert all(map(torch.equal, [value, *torch.autograd.grad(value, given)], right))
+
+
+@pytest.mark.parametrize("choices", [{"threshold": -0.2}, {"guide": GUIDE}])
+def test_samples_in_the_order_of_their_ids_give_the_same(
+    choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, ids = [x.clone().requires_grad_() for x in (IMAGE, TEXT, SCALE)], torch.arange(B).flip(0) // 3
+
+    def made() -> list[Tensor]:
+        value = contrastile.clip_loss(*given, ids=ids, weights=WEIGHTS, **choices)
+        return [value, *torch.autograd.grad(value, given)]
+
+    expected = made()
+    # as many do on a GPU
+    monkeypatch.setattr(Order, "of", lambda arrays, ids, ids_are: Order(arrays, arrays.sorted(ids)[1]))
+    CALLS.prepared.clear()
+    torch.testing.assert_close(made(), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_backend_that_knows_no_limits_is_given_none() -> None:

@@ -223,7 +223,8 @@ _INSIDE: dict[str, Any] = {"sum_positives": "inside"}
 _BEFORE = (), (_queue,), (_one_tensor,)
 _OPTIONS = (
     _option("weights", "weights of samples", HIGH, (*_ROWWISE, *_SELF, "sigmoid_loss"), _optional()),
-    _option("several", "ids that are positives", 20.0, (*_BATCH, *_ONE), _optional(_few, **_SHARED)),
+    # so many samples are sorted
+    _option("several", "ids that are positives", 20.0, (*_BATCH, *_ONE), _optional(_few, **_SHARED), 301, 24),
     _option(
         "several@mean",
         "positives that share a weight",
@@ -237,7 +238,6 @@ _OPTIONS = (
         "the sum over positives inside of the logarithm",
         *(HIGH, _ROWWISE, _optional(_few, weighted=False, **_SHARED, **_INSIDE)),
     ),
-    # so many samples are sorted
     _option("inside@labels", "SupCon's L_in", HIGH, ("sup_con",), _optional(**_INSIDE), 301, 24),
     _option("smoothing", "label smoothing", 20.0, _ROWWISE, _optional(label_smoothing=0.3)),
     _option(

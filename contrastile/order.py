@@ -1,0 +1,48 @@
+"""Samples in the order of their ids: few tiles then hold a positive or a pair to leave out, others look for none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from contrastile.backends.arrays import Array, ArrayLibrary
+
+FEW = 256
+"""Samples that are taken as they come: all are one tile, and to sort them would take longer than it saves."""
+
+MANY = 8192
+"""Samples from which on a GPU saves more than sorting takes where ids only leave pairs out; a host does at no size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An order of samples.
+
+    Attributes:
+        arrays: their library.
+        places: (m,) which sample comes where; None for the order that they have.
+    """
+
+    arrays: ArrayLibrary
+    places: Array | None = None
+
+    @staticmethod
+    def of(arrays: ArrayLibrary, ids: Array | None, ids_are: str) -> Order:
+        """The order of these ids where it pays."""
+        if ids is None or ids.shape[0] <= FEW:
+            return Order(arrays)
+        pays = ids_are == "positives" or (ids.shape[0] >= MANY and arrays.device(ids) == "cuda")
+        return Order(arrays, arrays.sorted(ids)[1] if pays else None)
+
+    def take(self, *samples: Array | None) -> tuple[Any, ...]:
+        """Arrays of the samples in this order."""
+        places = self.places
+        return tuple(x if x is None or places is None else self.arrays.take(x, places) for x in samples)
+
+    def rising(self, ids: Array) -> Array:
+        """The ids that were taken in this order, in rising order."""
+        return self.arrays.sorted(ids)[0] if self.places is None else ids
+
+    def put(self, samples: Array) -> Array:
+        """An array of samples in this order, in the one that they had."""
+        return samples if self.places is None else self.arrays.put(samples, self.places)
