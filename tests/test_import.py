@@ -26,7 +26,7 @@ LAYERS = [
     {"comm"},
     {"schedules"},
     {"validation"},
-    {"forms"},
+    {"forms", "order"},
     {"problems"},
     {"plan"},
     {"compute"},
