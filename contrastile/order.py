@@ -10,7 +10,7 @@ from contrastile.backends.arrays import Array, ArrayLibrary
 FEW = 256
 """Samples that are taken as they come: all are one tile, and to sort them would take longer than it saves."""
 
-MANY = 8192
+MANY = 16384
 """Samples from which on a GPU saves more than sorting takes where ids only leave pairs out; a host does at no size."""
 
 
@@ -27,9 +27,9 @@ class Order:
     places: Array | None = None
 
     @staticmethod
-    def of(arrays: ArrayLibrary, ids: Array | None, ids_are: str) -> Order:
-        """The order of these ids where it pays."""
-        if ids is None or ids.shape[0] <= FEW:
+    def of(arrays: ArrayLibrary, ids: Array | None, ids_are: str, alone: bool) -> Order:
+        """The order of these ids where it pays; unless ``alone``, other ranks have more."""
+        if ids is None or (alone and ids.shape[0] <= FEW):
             return Order(arrays)
         pays = ids_are == "positives" or (ids.shape[0] >= MANY and arrays.device(ids) == "cuda")
         return Order(arrays, arrays.sorted(ids)[1] if pays else None)

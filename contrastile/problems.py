@@ -60,7 +60,7 @@ def clip(
     factor = check.scalar("scale", scale, arrays, state, rows)
     of_guide = check.guide(guide, (m, m), arrays, rows)
     each = None if weights is None else check.floats("weights", weights, m, "pair", arrays, rows)
-    order = Order.of(arrays, same, ids_are)
+    order = Order.of(arrays, same, ids_are, world.alone)
     same, rows, columns, each = order.take(same, rows, columns, each)
     of_guide = order.take(*of_guide)
     has = {"ids": ids is not None, "guide": _width(of_guide), **agreed}
@@ -147,7 +147,7 @@ def info_nce(
     each = None if weights is None else check.floats("weights", weights, m, "query", arrays, rows)
     orders: Sequence[Order] = ()
     if of_ids and own is guide is None and len(columns) == 1:
-        orders = [Order.of(arrays, ids, ids_are) for ids in (rows_of, of_columns)]
+        orders = [Order.of(arrays, ids, ids_are, world.alone) for ids in (rows_of, of_columns)]
         rows_of, rows, each = orders[0].take(rows_of, rows, each)
         of_columns, *columns = orders[1].take(of_columns, *columns)
     if world.alone:
@@ -262,7 +262,7 @@ def sup_con(
     labels = check.integers("labels", labels, m, "sample", arrays, rows)
     factor = check.scalar("scale", scale, arrays, state, rows)
     each = None if weights is None else check.floats("weights", weights, m, "sample", arrays, rows)
-    order = Order.of(arrays, labels, "positives")
+    order = Order.of(arrays, labels, "positives", world.alone)
     labels, rows, each = order.take(labels, rows, each)
     met = world.meet(arrays, rows, (rows,), (scale, factor), loss="sup_con", **agreed)
     count = world.count_in(arrays, labels, order.rising(labels))
@@ -310,7 +310,7 @@ def sigmoid(
     factor = check.scalar("scale", scale, arrays, state, rows)
     added = check.scalar("bias", bias, arrays, state, rows)
     each = None if weights is None else check.floats("weights", weights, m, "image", arrays, rows)
-    order = Order.of(arrays, same, ids_are)
+    order = Order.of(arrays, same, ids_are, world.alone)
     same, rows, columns, each = order.take(same, rows, columns, each)
     numbers = (scale, factor), (bias, added)
     has = {"ids": ids is not None, "mean_positives": bool(mean_positives)}

@@ -96,7 +96,7 @@ def _epilogue(
     else:
         value = _limited(acc, acc, alpha, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
     if EXCLUDED or IDS != NO_IDS:  # noqa: SIM102 (decided as it is compiled)
-        if touched(i, j, column0 + column, m, n, masks, False, EXCLUDED, IDS):
+        if touched(row0 + row, column0 + column, m, n, masks, acc.shape[0], acc.shape[1], False, EXCLUDED, IDS):
             positive, admitted = pairs(i, j, m, n, masks, False, EXCLUDED, IDS)
             value = tl.where(admitted, value, 0.0)
             if IDS == TARGET:

@@ -10,9 +10,11 @@ from contrastile.backends.arrays import TorchArrays
 from contrastile.backends.bars import normalised
 from contrastile.backends.contract import Block, Weights
 from contrastile.backends.passes import ceil_div, contiguous_pairs
+from contrastile.backends.triton import precheck
 from contrastile.backends.triton.configs import INTERPRETED
+from contrastile.backends.triton.launch import on_device
 from contrastile.backends.triton.logits import LOG2E
-from contrastile.backends.triton.tiles import DROP, NO_IDS, TARGET
+from contrastile.backends.triton.tiles import DROP, NO_IDS, TARGET, UNIT
 
 # rows a program of a small kernel takes, tiny under the interpreter so that small problems have several programs
 LINES = 4 if INTERPRETED else 8
@@ -22,6 +24,18 @@ BLOCK = 8 if INTERPRETED else 1024
 
 _LINE = 128
 """Bytes of a GPU's cache line."""
+
+
+def _spanned(x: Any) -> Any:
+    """A vector of ids or indices with its spans behind its end; limits as they are."""
+    x = x.contiguous()
+    if x.dtype.is_floating_point or not x.shape[0]:
+        return x
+    units = ceil_div(x.shape[0], UNIT.value)
+    to = empty(x, x.shape[0] + 2 * units, dtype=x.dtype)
+    with on_device(x):
+        precheck.spans[(units,)](x, to, x.shape[0])
+    return to[: x.shape[0]]
 
 
 class Masks:
@@ -34,12 +48,12 @@ class Masks:
         limited: whether there are limits.
         limits: logits of powers of two, of the rows and of the columns, beyond which negatives do not count there; or
             a guide's dot products.
-        masked: whether pairs other than padding may not count.
     """
 
     def __init__(self, block: Block) -> None:
         pairs = block.pairs
-        self.pairs = contiguous_pairs(pairs, torch.Tensor.contiguous)
+        masked = pairs.excluded is not None or pairs.of_ids is not None
+        self.pairs = contiguous_pairs(pairs, _spanned if masked else torch.Tensor.contiguous)
         self.ids = {"drop": DROP, "target": TARGET, None: NO_IDS}[self.pairs.of_ids].value
         self.ids_only = self.pairs.of_ids == "target"
         bias = 0.0 if block.bias is None else block.bias
@@ -47,7 +61,6 @@ class Masks:
         of_logits = pairs.row_guide is None
         self.limits = [None if x is None else (x - bias) * LOG2E.value if of_logits else x.contiguous() for x in given]
         self.limited = pairs.limited
-        self.masked = self.pairs.excluded is not None or self.pairs.of_ids is not None
 
     def vectors(self) -> tuple[Any, Any, Any]:
         """Exclusions, the rows' ids and the columns'."""

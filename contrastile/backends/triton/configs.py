@@ -76,7 +76,7 @@ _TABLE: dict[str, dict[str, dict[int, Config]]] = {
     },
     # ranks and nearest columns: an epilogue of few instructions needs no second program to hide behind
     "search": {"half": {80: Config(128, 64, 32, 4, 3, 2), 90: Config(128, 256, 64, 8, 3, 1, group=8)}},
-    # ids or exclusions: 64-bit comparisons take registers
+    # ids: 64-bit comparisons take registers
     "masked": {
         "half": {80: Config(128, 64, 32, 4, 3, 2), 90: Config(128, 64, 64, 4, 3, 2)},
         "tf32": {80: Config(64, 64, 32, 4, 3, 2)},
@@ -88,7 +88,7 @@ _TABLE: dict[str, dict[str, dict[int, Config]]] = {
     },
     # positives by ids: their sums and counts besides
     "matched": {
-        "half": {80: Config(64, 64, 32, 4, 3, 2), 90: Config(64, 64, 64, 4, 3, 3)},
+        "half": {80: Config(64, 64, 32, 4, 3, 2), 90: Config(128, 64, 64, 4, 3, 2)},
         "tf32": {80: Config(64, 64, 32, 4, 3, 2)},
     },
     "gradient": {

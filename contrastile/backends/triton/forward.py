@@ -25,6 +25,7 @@ from contrastile.backends.triton.kernel import kernel
 from contrastile.backends.triton.logits import bias_of, binary_orders, rounded
 from contrastile.backends.triton.tiles import (
     ALPHA,
+    DROP,
     NO_IDS,
     REFERENCE,
     TARGET,
@@ -76,7 +77,7 @@ def lse_tiles(
     ends = (tl.load(diagonals), tl.load(diagonals + 1)) if APART else (0, 0)
     path, masks = (alpha, reference, ends), (positives, excluded, row_ids, column_ids)
     limits, chunk = (row_limits, column_limits), (m, n, row0, column0, height, width)
-    HALVED: tl.constexpr = LIMITED and not SAFE and IDS != TARGET and guide_rows is None
+    HALVED: tl.constexpr = (LIMITED or IDS == DROP) and not SAFE and IDS != TARGET and guide_rows is None
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
         row, column = r * BM, c * BN
@@ -99,7 +100,7 @@ def lse_tiles(
                 of_columns = within_limits(x, EMPTY, compared, factor, column_limits, column0 + j, n, 0)
                 _leave(of_columns, column_to + j, column_size, j < width, 0)
         elif HALVED:
-            # a tile of terms and one of logits together are more than the registers hold
+            # a tile of terms and one of logits, or of ids, are more than the registers hold
             left, right = halves(acc)
             total = _sums(left, left, factor, row, column, given, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
             column += BN // 2
@@ -165,7 +166,7 @@ def _terms(
     if MASKED:
         NEXT: tl.constexpr = 2 if SAFE else 1
         row_to, column_to = row_to + NEXT * row_size, column_to + NEXT * column_size + j
-        if touched(row0 + i, column0 + j, column0 + column, m, n, masks, POSITIVES, EXCLUDED, IDS):
+        if touched(row0 + row, column0 + column, m, n, masks, BM, BN, POSITIVES, EXCLUDED, IDS):
             positive, admitted = pairs(row0 + i, column0 + j, m, n, masks, POSITIVES, EXCLUDED, IDS)
             x = tl.where(admitted & (positive == 0), x, EMPTY)
             if IDS == TARGET:

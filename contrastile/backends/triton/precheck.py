@@ -28,6 +28,7 @@ from contrastile.backends.triton.tiles import (
     REFERENCE,
     TAKEN,
     THRESHOLD,
+    UNIT,
     WEIGHT,
 )
 
@@ -42,6 +43,18 @@ _VALUE = tl.constexpr(4)  # largest |G| of the positives named by index
 _SURE = tl.constexpr(5)  # 1 where a row or column is certain of its positives, else 0
 
 _FAR = tl.constexpr(1 << 62)
+
+
+@kernel
+@triton.jit(do_not_specialize=["length"])
+def spans(x, to, length):
+    """A copy of x (length,) to ``to``, followed by the least and then by the largest of every UNIT elements."""
+    unit = tl.program_id(0)
+    i = unit * UNIT + tl.arange(0, UNIT)
+    values = tl.load(x + tl.minimum(i, length - 1))
+    tl.store(to + i, values, mask=i < length)
+    tl.store(to + length + unit, tl.min(values, 0))
+    tl.store(to + length + tl.num_programs(0) + unit, tl.max(values, 0))
 
 
 @kernel

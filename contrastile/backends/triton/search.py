@@ -67,7 +67,7 @@ def search_tiles(
         if RAGGED and c == column_tiles - 1:
             x = tl.where((j < n)[None, :], x, under)
         if IDS != NO_IDS:  # noqa: SIM102 (decided as it is compiled)
-            if touched(i, j, c * BN, m, n, masks, False, False, IDS):
+            if touched(r * BM, c * BN, m, n, masks, BM, BN, False, False, IDS):
                 _positive, admitted = pairs(i, j, m, n, masks, False, False, IDS)
                 x = tl.where(admitted, x, under)
         if WHAT == _COUNT:

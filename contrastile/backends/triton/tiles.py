@@ -1,4 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# pyright: reportGeneralTypeIssues=false
 """What every tile kernel shares: the order of the tiles, a tile of dot products, and which of its pairs count."""
 
 from __future__ import annotations
@@ -6,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from contrastile.backends.triton.configs import INTERPRETED
 from contrastile.backends.triton.logits import rounded
 from contrastile.backends.triton.parts import COLUMN_PARTS, ROW_PARTS, TERMS
 
@@ -30,6 +32,9 @@ POSITIVE_WEIGHT = tl.constexpr(5)  # w s R
 POSITIVE_TARGET = tl.constexpr(6)  # t / R
 NEGATIVE_WEIGHT = tl.constexpr(7)  # w s R sigmoid(N - P)
 VECTORS, VECTORS_OF_IDS = 3, 8
+
+UNIT = tl.constexpr(16 if INTERPRETED else 64)
+"""Elements of a vector of ids or indices whose least and largest are known together."""
 
 # what equal ids mean to a kernel
 NO_IDS = tl.constexpr(0)
@@ -93,21 +98,49 @@ def within(named, i, inside, start, length, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def touched(i, j, start, m, n, masks, POSITIVES: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr):
-    """Whether ``pairs`` may say more of rows i and of the columns j, from ``start`` on, than what lies inside.
+def _span(vector, first, length, SIZE: tl.constexpr):
+    """The least and the largest of SIZE elements from ``first`` on, or of a few beside them: see ``precheck.spans``."""
+    units, unit = tl.cdiv(length, UNIT), first // UNIT
+    end = tl.minimum(first + SIZE, length)
+    least, most = tl.load(vector + length + unit), tl.load(vector + length + units + unit)
+    for k in tl.static_range(1, SIZE // UNIT + 1):
+        other = tl.minimum(unit + k, (end - 1) // UNIT)
+        least = tl.minimum(least, tl.load(vector + length + other))
+        most = tl.maximum(most, tl.load(vector + length + units + other))
+    return least, most
 
-    Ids are asked for their ranges alone, which overlap in few tiles where rows and columns are in the order of their
+
+@triton.jit
+def _names(named, row, column, m, BM: tl.constexpr, BN: tl.constexpr):
+    """Whether one of BM rows names one of BN columns."""
+    least, most = _span(named, row, m, BM)
+    found = m < 0
+    if (least < column + BN) & (most >= column):
+        i = row + tl.arange(0, BM)
+        found = tl.max(within(named, i, i < m, column, BN, tl.int32), 0) >= 0
+    return found
+
+
+@triton.jit
+def touched(
+    row, column, m, n, masks, BM: tl.constexpr, BN: tl.constexpr, POSITIVES: tl.constexpr, EXCLUDED: tl.constexpr,
+    IDS: tl.constexpr,
+):  # fmt: skip
+    """Whether ``pairs`` may say more of the BM rows and BN columns from these on than what lies inside.
+
+    Ids are asked for their spans alone, which overlap in few tiles where rows and columns are in the order of their
     ids.
     """
     positives, excluded, row_ids, column_ids = masks
     found = m < 0
     if IDS != NO_IDS:
-        mine, theirs = tl.load(row_ids + tl.minimum(i, m - 1)), tl.load(column_ids + tl.minimum(j, n - 1))
-        found = (tl.min(mine, 0) <= tl.max(theirs, 0)) & (tl.min(theirs, 0) <= tl.max(mine, 0))
+        least, most = _span(row_ids, row, m, BM)
+        lowest, highest = _span(column_ids, column, n, BN)
+        found = (least <= highest) & (lowest <= most)
     if POSITIVES:
-        found = found | (tl.max(within(positives, i, i < m, start, j.shape[0], tl.int32), 0) >= 0)
+        found = found | _names(positives, row, column, m, BM, BN)
     if EXCLUDED:
-        found = found | (tl.max(within(excluded, i, i < m, start, j.shape[0], tl.int32), 0) >= 0)
+        found = found | _names(excluded, row, column, m, BM, BN)
     return found
 
 
