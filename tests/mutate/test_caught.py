@@ -12,7 +12,10 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from types import CodeType
@@ -24,6 +27,7 @@ from contrastile.backends.registry import load
 from contrastile.mutate.registry import PACKAGE, Mutant, every
 from contrastile.mutate.run import missing, world
 from contrastile.verify.command import add_arguments
+from contrastile.verify.comparison import Comparisons
 from contrastile.verify.runner import Row, Run
 from contrastile.verify.selection import Selection
 from contrastile.verify.worlds import Threads
@@ -47,6 +51,13 @@ CAUGHT_BY = {each["name"]: each for each in json.loads(RECORD.read_text(encoding
 
 # what a defect computes may overflow
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def torch_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU: these tests may have Triton's interpreter, which takes seconds."""
+    if find_spec("torch") is not None:
+        monkeypatch.setattr("contrastile.retrieval.unusable", lambda *_: "interpreted")
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +116,16 @@ def checked(mutant: Mutant, **chosen: Any) -> Iterator[Row]:
     own = parser.parse_args([*world(mutant), *mutant.checks])
     chosen = chosen or {"cases": own.case, "properties": own.property, "dtypes": own.dtype or ["float32"]}
     ranks = None if own.world is None else Threads(int(own.world), per_host=own.per_host)
-    return Run(Selection({mutant.backend: load(mutant.backend)}, world=ranks, device="cpu", **chosen)).rows()
+    selection = Selection({mutant.backend: load(mutant.backend)}, world=ranks, device="cpu", **chosen)
+    return Run(replace(check, compare=partial(up_to_a_failure, check.compare)) for check in selection).rows()
+
+
+def up_to_a_failure(compare: Any) -> Comparisons:
+    """Comparisons, of which none is made after one that failed."""
+    for label, worst in compare():
+        yield label, worst
+        if not worst.ratio < 1:
+            return
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
