@@ -27,6 +27,7 @@ with contextlib.suppress(ImportError):
 # one process a core: threads that wait for each other on a busy machine cost more than small problems do
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
