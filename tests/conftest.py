@@ -1,15 +1,21 @@
 """What every test starts from; read before any test file imports torch or Triton."""
 
 import contextlib
+import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 # Triton fixes at its import whether kernels are interpreted; make test-gpu sets 0
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# what is installed stays so, and each test that loads a backend asks for it: milliseconds of many small files
+importlib.metadata.entry_points = cache(importlib.metadata.entry_points)
+importlib.metadata.version = cache(importlib.metadata.version)
 
 # no test fails because the machine is busy
 with contextlib.suppress(ImportError):
@@ -21,6 +27,7 @@ with contextlib.suppress(ImportError):
 # one process a core: threads that wait for each other on a busy machine cost more than small problems do
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,14 +37,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True)
-def asked_anew() -> None:
-    """No call and no backend is known from a test before: it may have been another."""
-    prepared, choice = (sys.modules.get(f"contrastile.{name}") for name in ("autograd.prepared", "backends.choice"))
-    if prepared is not None:
-        prepared.CALLS.prepared.clear()
-    if choice is not None:
-        for each in (choice.explained, choice.unusable, choice.capability, choice.load):
-            each.cache_clear()
+def forget_calls() -> Callable[[], None]:
+    """Forgets every known call and backend, as before each test: it may have been another."""
+
+    def forget() -> None:
+        prepared, choice = (sys.modules.get(f"contrastile.{name}") for name in ("autograd.prepared", "backends.choice"))
+        if prepared is not None:
+            prepared.CALLS.prepared.clear()
+        if choice is not None:
+            for each in (choice.explained, choice.unusable, choice.capability, choice.load):
+                each.cache_clear()
+
+    forget()
+    return forget
 
 
 @pytest.fixture

@@ -79,13 +79,6 @@ def test_a_variable_of_the_environment_that_no_call_could_use_is_one_line(comman
 COMMAND = [sys.executable, "-m", "contrastile"]
 
 
-def test_the_module_runs_as_the_command():
-    words = "verify --backend numpy --case one-row --property value --dtype float64 --quiet"
-    done = subprocess.run([*COMMAND, *words.split()], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("PASS: 1 passed")
-    assert done.stderr == ""
-
-
 def test_a_reader_that_leaves_causes_no_traceback():
     listing = subprocess.Popen([*COMMAND, "verify", "--list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     listing.stdout.close()
@@ -95,9 +88,8 @@ def test_a_reader_that_leaves_causes_no_traceback():
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux's")
-@pytest.mark.parametrize("words", ["plan --batch 9 --dim 5 --device cpu", "verify --list"])
-def test_an_output_that_cannot_be_written_is_said_in_one_line(words):
-    command = [*COMMAND, *words.split()]
+def test_an_output_that_cannot_be_written_is_said_in_one_line():
+    command = [*COMMAND, "plan", "--batch", "9", "--dim", "5", "--device", "cpu"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert "the standard output cannot be written: No space left" in done.stderr
@@ -195,23 +187,20 @@ LIBRARY = OSError("libsomething.so: cannot open shared object file")
     ("name", "raised", "state", "detail", "remedy"),
     [
         ("torch", LIBRARY, "broken", f"OSError: {LIBRARY}", "pip install 'contrastile[torch]'"),
-        ("numpy", SystemExit(0), "broken", "SystemExit: 0", None),
-        ("numpy", ZeroDivisionError("division by zero"), "broken", "ZeroDivisionError: division by zero", None),
         # where the packages are installed the remedy is another
         ("cupy", unavailable("CuPy finds no GPU; use one"), "no device", "CuPy finds no GPU", "use one"),
         ("cupy", unavailable("so; mend it", OSError("no libcudart")), "broken", "so", "mend it"),
     ],
 )
 def test_a_backend_that_raises_is_said_to_and_the_report_goes_on(
-    name: str, raised: BaseException, state: str, detail: str, remedy: str | None, monkeypatch: pytest.MonkeyPatch
+    name: str, raised: BaseException, state: str, detail: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def raising(name: str) -> Any:
         raise raised
 
     monkeypatch.setattr(doctor.peers, "ours", raising)
     found = only(monkeypatch, BUILT_IN[name])
-    assert (found.state, found.detail) == (state, detail)
-    assert remedy in (None, found.remedy)
+    assert (found.state, found.detail, found.remedy) == (state, detail, remedy)
     if name == "torch":
         # nothing works any more: that is the one failure
         assert run() == 1

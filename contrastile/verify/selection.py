@@ -111,8 +111,8 @@ class Selection:
             names = self.case_names() if every_case else []
             # most wrong primitives fail in the first cases; the checks of the interfaces come next
             yield from self._of_cases(subjects, every_case, names[:_EARLY])
-            for subject, _ in subjects:
-                for each in own_case:
+            for each in own_case:
+                for subject, _ in subjects:
                     for name in self.own_cases(each):
                         yield self._check(subject, each, name, partial(_of_a_subject, each, subject, name))
             yield from self._of_cases(subjects, every_case, names[_EARLY:])

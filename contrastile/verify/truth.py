@@ -181,7 +181,7 @@ def _found(content: bytes) -> Truth:
 
 
 # the next property has the same, and the next backend; large matrices of the latest alone are held
-_of_few, _of_many = lru_cache(maxsize=48)(_found), lru_cache(maxsize=2)(_found)
+_of_few, _of_many = lru_cache(maxsize=320)(_found), lru_cache(maxsize=2)(_found)
 
 
 def column_blocks(problem: Problem, joined: FloatArray) -> tuple[FloatArray, ...]:

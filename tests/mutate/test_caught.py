@@ -11,8 +11,11 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from types import CodeType
@@ -21,9 +24,10 @@ from typing import Any
 import pytest
 
 from contrastile.backends.registry import load
-from contrastile.mutate.registry import PACKAGE, Mutant, every
+from contrastile.mutate.registry import EXCHANGE, PACKAGE, Mutant, every
 from contrastile.mutate.run import missing, world
 from contrastile.verify.command import add_arguments
+from contrastile.verify.comparison import Comparisons
 from contrastile.verify.runner import Row, Run
 from contrastile.verify.selection import Selection
 from contrastile.verify.worlds import Threads
@@ -35,18 +39,24 @@ OF_A_PROCESS = (
 )
 """Caught by the process that started theirs, by the verdict on all rows, in code that torch has registered, or in a
 default, which is no code of a function."""
-OF_THE_PROCESS = "autograd, settings"
-"""The check that catches what changes the process, of these tests too."""
 MUTANTS = [
     each
     for each in every()
     if each.component not in ("triton", "cupy") and each.equivalent is None and each.defect not in OF_A_PROCESS
-    if OF_THE_PROCESS not in " ".join(each.checks)
+    # which changes the process, of these tests too
+    if "autograd, settings" not in " ".join(each.checks)
 ]
 CAUGHT_BY = {each["name"]: each for each in json.loads(RECORD.read_text(encoding="utf-8"))["mutants"]}
 
 # what a defect computes may overflow
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def torch_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU: these tests may have Triton's interpreter, which takes seconds."""
+    if find_spec("torch") is not None:
+        monkeypatch.setattr("contrastile.retrieval.unusable", lambda *_: "interpreted")
 
 
 @pytest.fixture(autouse=True)
@@ -105,39 +115,47 @@ def checked(mutant: Mutant, **chosen: Any) -> Iterator[Row]:
     own = parser.parse_args([*world(mutant), *mutant.checks])
     chosen = chosen or {"cases": own.case, "properties": own.property, "dtypes": own.dtype or ["float32"]}
     ranks = None if own.world is None else Threads(int(own.world), per_host=own.per_host)
-    return Run(Selection({mutant.backend: load(mutant.backend)}, world=ranks, device="cpu", **chosen)).rows()
+    selection = Selection({mutant.backend: load(mutant.backend)}, world=ranks, device="cpu", **chosen)
+    return Run(replace(check, compare=partial(up_to_a_failure, check.compare)) for check in selection).rows()
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+def up_to_a_failure(compare: Any) -> Comparisons:
+    """Comparisons, of which none is made after one that failed."""
+    for label, worst in compare():
+        yield label, worst
+        if not worst.ratio < 1:
+            return
+
+
+# one for each check with ranks, or of a part of a case: the rest are all in a run of verify
+WITH_ITS_CHECK = {
+    each.checks or (CAUGHT_BY[each.name]["case"], CAUGHT_BY[each.name]["property"], CAUGHT_BY[each.name]["dtype"]): each
+    for each in MUTANTS
+    if each.component == EXCHANGE or re.search("--world|:", " ".join(each.checks))
+    if each.checks or each.name in CAUGHT_BY
+}.values()
+
+
+# what needs a package of make test-slow alone is slow
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(each, marks=[pytest.mark.slow] * bool(each.package), id=each.name) for each in MUTANTS],
+)
+def test_a_mutant_is_caught_by_what_the_correct_code_passes(
+    mutant: Mutant, monkeypatch: pytest.MonkeyPatch, forget_calls: Callable[[], None]
+) -> None:
     skip_where_missing(mutant)
-    plant(mutant, monkeypatch)
     # the record may be older than the mutant, or than the check
-    first = recorded(mutant) if mutant.name in CAUGHT_BY and not mutant.checks else ()
-    for row in chain(first, checked(mutant)):
+    first = recorded if mutant.name in CAUGHT_BY and not mutant.checks else checked
+    if mutant in WITH_ITS_CHECK:
+        found = {row["status"] for row in first(mutant)}
+        assert "pass" in found
+        assert found <= {"pass", "skip"}
+        forget_calls()
+    plant(mutant, monkeypatch)
+    for row in chain(first(mutant), checked(mutant)):
         # a patch that no longer fits the code around it fails by itself
         assert not re.search("raised (Type|Attribute|Name)Error", row["reason"]), row
         if row["status"] == "fail":
             return
     pytest.fail("not caught")
-
-
-CATCHING = {
-    each.checks or (each.component, *(CAUGHT_BY[each.name][key] for key in ("case", "property", "dtype"))): each
-    for each in MUTANTS
-    if each.checks or each.name in CAUGHT_BY
-}
-
-
-@pytest.mark.parametrize("mutant", CATCHING.values(), ids=map(" ".join, CATCHING))
-def test_the_correct_code_passes_what_catches_a_mutant(mutant: Mutant) -> None:
-    found = {row["status"] for row in (checked if mutant.checks else recorded)(mutant)}
-    assert "pass" in found
-    assert found <= {"pass", "skip"}
-
-
-def test_a_change_of_nothing_is_not_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    harmless = Mutant("numpy:harmless", "", "backends/numpy/__init__.py", "in a fixed order", "in one order")
-    plant(harmless, monkeypatch)
-    rows = checked(harmless, cases=["ragged"], dtypes=["float32"])
-    assert {row["status"] for row in rows} <= {"pass", "skip"}

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from contrastile.backends.registry import load
-from contrastile.verify import strategies
 from contrastile.verify.comparison import NOTHING, wrong
 from contrastile.verify.rounding import round_to
 from contrastile.verify.selection import DTYPES
-from contrastile.verify.strategies import drawn, problem, searched
+from contrastile.verify.strategies import problem, searched
 from contrastile.verify.trial import Subject
 from contrastile.verify.truth import masks, truth
 
@@ -49,14 +48,3 @@ def test_the_first_problem_that_fails_is_the_last() -> None:
     found = list(searched(TORCH, "drawn:17", lambda each: 1 / 0))
     assert [label for label, _ in found] == ["drawn:17"]
     assert "ZeroDivisionError" in str(found[0][1])
-
-
-def test_a_failure_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        strategies, "_compare", lambda each, _: wrong("wide") if len(each.problem.rows) > 5 else NOTHING
-    )
-    ((label, worst),) = drawn(TORCH, "drawn")
-    number = int(label.partition(":")[2])
-    assert not worst.ratio < 1
-    assert number < 100
-    assert len(problem(0, number, "float32").problem.rows) > 5
