@@ -111,25 +111,14 @@ def _span(vector, first, length, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _names(named, row, column, m, BM: tl.constexpr, BN: tl.constexpr):
-    """Whether one of BM rows names one of BN columns."""
-    least, most = _span(named, row, m, BM)
-    found = m < 0
-    if (least < column + BN) & (most >= column):
-        i = row + tl.arange(0, BM)
-        found = tl.max(within(named, i, i < m, column, BN, tl.int32), 0) >= 0
-    return found
-
-
-@triton.jit
 def touched(
     row, column, m, n, masks, BM: tl.constexpr, BN: tl.constexpr, POSITIVES: tl.constexpr, EXCLUDED: tl.constexpr,
     IDS: tl.constexpr,
 ):  # fmt: skip
     """Whether ``pairs`` may say more of the BM rows and BN columns from these on than what lies inside.
 
-    Ids are asked for their spans alone, which overlap in few tiles where rows and columns are in the order of their
-    ids.
+    Spans alone are asked for: they overlap in few tiles where rows and columns are in the order of their ids, and
+    where the columns that rows name rise with the rows. All loads come before any is waited for.
     """
     positives, excluded, row_ids, column_ids = masks
     found = m < 0
@@ -138,9 +127,11 @@ def touched(
         lowest, highest = _span(column_ids, column, n, BN)
         found = (least <= highest) & (lowest <= most)
     if POSITIVES:
-        found = found | _names(positives, row, column, m, BM, BN)
+        least, most = _span(positives, row, m, BM)
+        found = found | ((least < column + BN) & (most >= column))
     if EXCLUDED:
-        found = found | _names(excluded, row, column, m, BM, BN)
+        least, most = _span(excluded, row, m, BM)
+        found = found | ((least < column + BN) & (most >= column))
     return found
 
 
