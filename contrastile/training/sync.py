@@ -19,12 +19,13 @@ Sync = str | nn.Module | Sequence[nn.Module] | None
 def modules_of(*callables: Any) -> list[nn.Module]:
     """The modules that callables are, are bound to, or name, also in lists and dicts: methods, partials, closures."""
     found: dict[int, nn.Module] = {}
-    seen: set[int] = set()
+    seen: dict[int, int] = {}
 
     def visit(x: Any, depth: int) -> None:
-        if id(x) in seen or depth < 0:
+        # what was met at the end of a long way may be met again by a shorter one
+        if seen.get(id(x), -1) >= depth:
             return
-        seen.add(id(x))
+        seen[id(x)] = depth
         if isinstance(x, nn.Module):
             found[id(x)] = x
         elif isinstance(x, functools.partial):
