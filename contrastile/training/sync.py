@@ -22,8 +22,7 @@ def modules_of(*callables: Any) -> list[nn.Module]:
     seen: dict[int, int] = {}
 
     def visit(x: Any, depth: int) -> None:
-        # what was met at the end of a long way may be met again by a shorter one
-        if seen.get(id(x), -1) >= depth:
+        if seen.get(id(x), -1) >= depth:  # a shorter way leads further
             return
         seen[id(x)] = depth
         if isinstance(x, nn.Module):
