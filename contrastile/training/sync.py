@@ -19,12 +19,12 @@ Sync = str | nn.Module | Sequence[nn.Module] | None
 def modules_of(*callables: Any) -> list[nn.Module]:
     """The modules that callables are, are bound to, or name, also in lists and dicts: methods, partials, closures."""
     found: dict[int, nn.Module] = {}
-    seen: set[int] = set()
+    seen: dict[int, int] = {}
 
     def visit(x: Any, depth: int) -> None:
-        if id(x) in seen or depth < 0:
+        if seen.get(id(x), -1) >= depth:  # a shorter way leads further
             return
-        seen.add(id(x))
+        seen[id(x)] = depth
         if isinstance(x, nn.Module):
             found[id(x)] = x
         elif isinstance(x, functools.partial):
