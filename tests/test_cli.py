@@ -67,15 +67,6 @@ def test_what_ends_a_command_anywhere_is_one_line(where, raised, said, code, mon
     assert capsys.readouterr() == ("", f"contrastile bench: {said}\n")
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
-def test_a_variable_of_the_environment_that_no_call_could_use_is_one_line(command, monkeypatch, capsys):
-    monkeypatch.setenv("CONTRASTILE_KEEP_MIB", "plenty")
-    assert cli.main([command, *(["--batch", "9", "--dim", "9"] if command == "plan" else [])]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith(f"contrastile {command}: CONTRASTILE_KEEP_MIB must be a whole number of MiB")
-
-
 COMMAND = [sys.executable, "-m", "contrastile"]
 
 

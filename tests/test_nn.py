@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import contrastile
-from contrastile.comm.communicator import ExchangeError
 from contrastile.oracle import named
 
 B, D, S, BETA = 11, 6, 10.0, -10.0
@@ -23,24 +22,6 @@ def leaves(*values: Any) -> list[torch.Tensor]:
 
 MODULES = pytest.mark.parametrize("module", [contrastile.nn.ClipLoss, contrastile.nn.SigLipLoss])
 ARGUMENTS = {contrastile.nn.ClipLoss: (IMAGE, TEXT, S), contrastile.nn.SigLipLoss: (IMAGE, TEXT, S, BETA)}
-
-
-@MODULES
-def test_a_world_of_several_is_torch_s_default_group(module: Any) -> None:
-    with pytest.raises(ExchangeError, match=r"call torch\.distributed\.init_process_group"):
-        module(rank=1, world_size=4)(*leaves(IMAGE, TEXT, S, BETA))
-
-
-def test_coca_has_the_loss_of_the_captions_too() -> None:
-    logits, labels = torch.tensor(rng.standard_normal((B, 4, 9))), torch.tensor(rng.integers(0, 9, (B, 4)))
-    image, text, scale = leaves(IMAGE, TEXT, S)
-    made = contrastile.nn.CoCaLoss(2.0, 0.5)
-    contrastive, caption = made(image, text, logits, labels, scale)
-    assert torch.equal(contrastive, 0.5 * contrastile.nn.ClipLoss()(image, text, scale))
-    assert torch.equal(caption, 2.0 * torch.nn.functional.cross_entropy(logits.mT, labels, ignore_index=0))
-    named = made(image, text, logits, labels, scale, output_dict=True)
-    assert named == {"contrastive_loss": contrastive, "caption_loss": caption}
-    assert contrastile.nn.CoCaLoss(2.0, 0)(None, None, logits, labels, scale) == (0.0, caption)
 
 
 def test_distillation_is_of_the_whole_batch_also_in_blocks() -> None:

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from contrastile import retrieval
 
-M, WIDTH, TILE = 23, 5, 7
-
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN, under Triton's interpreter
 def test_a_fused_search_finds_what_tiles_do(monkeypatch: pytest.MonkeyPatch) -> None:

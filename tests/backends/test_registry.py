@@ -18,7 +18,6 @@ from cupy_hosted import hosted
 from contrastile.backends import choice, registry
 from contrastile.backends.choice import TABLE, choose
 from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError, Options
-from contrastile.backends.settings import kept_bytes, mebibytes, workspace_bytes
 from contrastile.verify.facts import limits
 
 ROOT = Path(__file__).parents[2]
@@ -71,37 +70,6 @@ def test_packages_may_be_as_old_as_pyproject_lets_them() -> None:
 
 PACKAGE = ROOT / "contrastile"
 PAGE = ROOT / "docs" / "reference" / "environment.md"
-
-
-@pytest.mark.parametrize("given", ["", "two", "-1", "1.5", "1e3", "0x10", "²"])
-def test_a_size_is_a_whole_number_of_mib(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CONTRASTILE_KEEP_MIB", given)
-    expected = (
-        rf"^CONTRASTILE_KEEP_MIB must be a whole number of MiB, 0 or more, got {re.escape(repr(given))}; set e\.g\."
-    )
-    with pytest.raises(ValueError, match=expected):
-        mebibytes("CONTRASTILE_KEEP_MIB", 7)
-
-
-@pytest.mark.parametrize(
-    ("option", "variable", "size", "usual"),
-    [
-        ("workspace", "CONTRASTILE_WORKSPACE_MIB", workspace_bytes, 512),
-        ("keep", "CONTRASTILE_KEEP_MIB", kept_bytes, 0),
-    ],
-)
-def test_an_option_is_stronger_than_the_environment_and_that_than_the_default(
-    option: str, variable: str, size: Callable[[Options], int], usual: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(variable, raising=False)
-    assert size(Options()) == usual * 2**20
-    monkeypatch.setenv(variable, "3")
-    assert size(Options()) == 3 * 2**20
-    for mib in (0, 7):
-        assert size(replace(Options(), **{option: mib})) == mib * 2**20
-    monkeypatch.setenv(variable, "much")
-    with pytest.raises(ValueError, match=f"{variable} must be"):
-        size(Options())
 
 
 def test_the_table_of_variables_has_those_that_the_package_reads() -> None:

@@ -22,7 +22,6 @@ import contrastile.backends.torch
 from contrastile import plan
 from contrastile.backends.contract import Block, Options, Pairs, SideWeights, Weights
 from contrastile.backends.torch import backend, gradients, products, statistics
-from contrastile.backends.torch.kept import CPU_KEEP_MIB, keeps
 from contrastile.schedules import triangle
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
@@ -253,19 +252,3 @@ def test_what_a_small_loss_cannot_hold_is_left_to_the_primitives(scale: float, u
     found = [torch.autograd.grad(x, given, torch.tensor(upstream)) for x in values]
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
-
-
-def test_how_much_is_kept_is_bounded_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CONTRASTILE_KEEP_MIB", raising=False)
-    side = math.isqrt(CPU_KEEP_MIB * 2**20 // 4)
-    # the logits, and one number
-    assert keeps(side, side, "float32", "cpu", Options()) == 4 * side * side + 4
-    assert keeps(side, side + 1, "float32", "cpu", Options()) == 0
-    assert keeps(side, side, "bfloat16", "cpu", Options()) > 0
-    assert keeps(side, side, "float64", "cpu", Options()) == 0
-    assert keeps(side, side, "float32", "cuda", Options()) == 0
-    assert keeps(2, 2, "float32", "cpu", Options(tile=(1, 1))) == 0
-    assert keeps(2, 2, "float32", "cpu", Options(keep=0)) == 0
-    assert keeps(2 * side, 2 * side, "float32", "cpu", Options(keep=4 * CPU_KEEP_MIB)) > 0
-    monkeypatch.setenv("CONTRASTILE_KEEP_MIB", "0")
-    assert keeps(2, 2, "float32", "cpu", Options()) == 0

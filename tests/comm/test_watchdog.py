@@ -28,21 +28,8 @@ from contrastile.comm.watchdog import (
     PeerTimeout,
     Watchdog,
     describe,
-    missing,
     until,
 )
-
-
-@pytest.mark.parametrize(
-    ("lost", "waiting", "blamed"),
-    [
-        ([1], {1: [0], 0: [3], 3: [2]}, (2,)),
-        ([1, 3], {1: [0], 0: [3]}, (3,)),
-        ([1], {1: [2, 4], 2: [5]}, (4, 5)),
-    ],
-)
-def test_who_waits_for_whom_leads_to_those_who_say_nothing(lost, waiting, blamed) -> None:
-    assert missing(lost, waiting) == blamed
 
 
 def test_messages_name_ranks_as_the_whole_program_does() -> None:

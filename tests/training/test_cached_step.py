@@ -14,9 +14,7 @@ from launching import launch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import contrastile
 from contrastile import training
-from contrastile.training import chunks
 
 B, D = 17, 6
 
@@ -42,42 +40,6 @@ def test_encoders_may_be_checkpointed_or_compiled(made: Any) -> None:
     torch.manual_seed(0)
     found = training.cached_step(encoders, tuple(inputs), product, scale=3.0, chunk=5)
     assert all(torch.equal(x, y) for x, y in zip((found, *(p.grad for p in parameters)), expected, strict=True))
-
-
-def test_the_seconds_of_the_loss_are_those_between_the_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that ticks once in each encoding, and seven times in the loss."""
-    ticks = 0
-
-    def tick(count: int) -> None:
-        nonlocal ticks
-        ticks += count
-
-    def loss(a: Tensor, b: Tensor, scale: float) -> Tensor:
-        tick(7)
-        return contrastile.clip_loss(a, b, scale)
-
-    nets, inputs = towers(B, D)
-    for net in nets:
-        net.register_forward_pre_hook(lambda *_: tick(1))
-    monkeypatch.setattr("contrastile.training.metrics.time.perf_counter", lambda: float(ticks))
-    found = training.cached_step(nets, tuple(inputs), loss, scale=2.0, chunk=5, metrics=("loss", "loss_seconds"))
-    assert found["loss_seconds"] == 7
-    assert ticks == 7 + 2 * 8
-
-
-def test_chunks_are_views_and_keep_their_types() -> None:
-    class Encoding(dict[str, Any]):
-        pass
-
-    x = torch.arange(6)
-    batch = Encoding(a=x, b=(x, [x]), flag=True, name="n", none=None, number=torch.tensor(3.0))
-    first, second = chunks.Sliced(batch, 4)
-    assert type(first) is Encoding
-    assert type(first["b"]) is tuple
-    assert type(first["b"][1]) is list
-    assert first["a"].data_ptr() == x.data_ptr()
-    assert second["b"][1][0].tolist() == [4, 5]
-    assert (second["flag"], second["name"], second["none"], second["number"]) == (True, "n", None, batch["number"])
 
 
 PROGRAM = str(Path(__file__).parent / "programs" / "train_cached.py")
