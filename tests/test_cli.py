@@ -14,7 +14,7 @@ from contrastile import cli, doctor, environment, reporting
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.registry import BUILT_IN, Known
 from contrastile.bench.agreement import Agreement
-from contrastile.reporting import plain_table, progress, show_table, why_not_writable
+from contrastile.reporting import progress, show_table, why_not_writable
 
 HELP = [f"  {name} " for name in cli.COMMANDS]
 
@@ -110,11 +110,6 @@ def test_tables_show_every_cell_and_read_no_markup(
     assert "Title" in printed
     assert "[bold]x[/bold]" in printed
     assert "22" in printed
-
-
-def test_a_plain_table_is_aligned() -> None:
-    text = plain_table("T", ("name", "n"), [("x", "1"), ("longer", "22")], right=[1])
-    assert text.splitlines() == ["T", "name     n", "----------", "x        1", "longer  22"]
 
 
 @pytest.mark.parametrize("lines", [True, False])

@@ -1,4 +1,4 @@
-"""The torch modules: open_clip's call of the losses."""
+"""The torch modules where ``contrastile verify`` does not take them: a teacher who is not certain, and one graph."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +10,8 @@ import torch
 from torch import Tensor
 
 import contrastile
-from contrastile import compute, problems
 from contrastile.autograd.prepared import CALLS, MOST
-from contrastile.backends.contract import Options, UnsupportedProblemError
-from contrastile.backends.registry import load
 from contrastile.order import Order
-from contrastile.schedules.local import Work
 
 B, WIDTH = 23, 12
 draw = torch.Generator().manual_seed(0)
@@ -76,17 +71,6 @@ def test_samples_in_the_order_of_their_ids_give_the_same(
     monkeypatch.setattr(Order, "of", lambda arrays, ids, *_: Order(arrays, arrays.sorted(ids)[1]))
     CALLS.prepared.clear()
     torch.testing.assert_close(made(), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_a_backend_that_knows_no_limits_is_given_none() -> None:
-    problem = problems.clip(IMAGE, TEXT, 2.0, threshold=0.1).problem
-    with pytest.raises(UnsupportedProblemError, match="limits and thresholds must be None"):
-        compute.problem_loss(problem, Work(replace(load("torch"), limits=False), Options()))
-    problem = problems.clip(IMAGE, TEXT, 2.0, guide=GUIDE).problem
-    with pytest.raises(
-        UnsupportedProblemError, match="guide must be None with float64 features here, got one; name another backend"
-    ):
-        compute.problem_loss(problem, Work(replace(load("torch"), guides=frozenset()), Options()))
 
 
 def test_few_signatures_are_held_and_threads_may_ask_at_once() -> None:

@@ -1,4 +1,4 @@
-"""Searches beside ``contrastile verify``'s: what ranks last, means, a fused search, another library's, no rows."""
+"""Searches beside ``contrastile verify``'s: a fused one, and another library's."""
 
 from __future__ import annotations
 

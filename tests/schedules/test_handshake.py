@@ -41,7 +41,3 @@ def test_ranks_that_would_take_different_backends_hear_of_it(monkeypatch: pytest
     monkeypatch.setattr(handshake, "choose", lambda *call, guide: next(names))
     told = "MismatchError: the backend that 'auto' takes (name one that every rank has) must be the same on every rank"
     assert everybody(clip).startswith(told)
-
-
-def test_local_is_for_a_world_of_one() -> None:
-    assert errors(1, lambda comm: clip(0, comm, exchange="local")) == [[""]]

@@ -1,4 +1,4 @@
-"""Cached steps beside those without a cache, where ``contrastile verify`` does not take them; chunks, ranks."""
+"""Cached steps beside those without a cache, where ``contrastile verify`` does not take them; ranks."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class Claims:
                 )
         for name, objectives in KEYWORDS.items():
             if getattr(self, name) and self.objective not in objectives:
-                raise ValueError(f"claims: {name} must be False for {self.objective}, which has no such argument")
+                raise ValueError(f"claims: {name} must be False for {self.objective}, which takes none, got True")
         if any(n < 2 for n in self.ranks):
             raise ValueError(f"claims: ranks must be numbers of at least 2, got {self.ranks}; leave 1 out")
 

@@ -172,29 +172,6 @@ def test_a_class_that_takes_its_rank_is_made_and_claims_ranks():
     assert not Loss.of(lambda image, text, scale, rank=0, world_size=1: None).claims.ranks
 
 
-@pytest.mark.parametrize(
-    ("claims", "says"),
-    [
-        ({"objective": "triplet"}, "objective must be of clip_loss"),
-        ({"dtypes": "int8"}, "dtypes must be of float16"),
-        ({"devices": ("tpu",)}, "devices must be of cpu, cuda"),
-        ({"ranks": 1}, "at least 2"),
-        ({"batch_multiple": 0}, "batch_multiple must be a positive integer, got 0"),
-        ({"batch_multiple": 2.5}, r"batch_multiple must be a positive integer, got 2\.5"),
-        ({"largest_batch": 0}, "largest_batch must be a positive integer, got 0"),
-        ({"smallest_width": 100, "largest_width": 50}, "some width must be claimed, got multiples of 1 in 100 to 50"),
-        ({"smallest_batch": 10**6}, "some batch of at most 4,096 must be claimed, .* got 1,000,000 at least"),
-        ({"batch_multiple": 64, "largest_batch": 63}, "some batch must be claimed, got multiples of 64 in 1 to 63"),
-        ({"objective": "nt_xent", "ids": True}, "ids must be False for nt_xent"),
-        ({"fast": True}, "claims must name"),
-        (["fast"], "must be Claims or a mapping"),
-    ],
-)
-def test_claims_that_nobody_can_make_are_refused(claims, says):
-    with pytest.raises((TypeError, ValueError), match=says):
-        Claims.of(claims)
-
-
 def test_cases_are_equal_where_the_same_is_right():
     first, same = (build("ragged", "float32", Claims(scale_gradient=learns)) for learns in (True, False))
     assert first is not same
