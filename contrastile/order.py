@@ -11,7 +11,7 @@ FEW = 256
 """Samples that are taken as they come: all are one tile, and to sort them would take longer than it saves."""
 
 MANY = 16384
-"""Samples from which on a GPU saves more than sorting takes where ids only leave pairs out; a host does at no size."""
+"""Samples from which on sorting pays on a GPU where ids only leave pairs out; on a host it never does."""
 
 
 @dataclass(frozen=True, slots=True)

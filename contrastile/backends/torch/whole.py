@@ -29,8 +29,6 @@ _HIGHEST = math.log2(_MOST / CPU_TILE[0])
 _LEAST_NEGATIVES, _LEAST_COST, _MOST_COST = 2.0**-100, 2.0**-116, 60.0
 # limits of what G is multiplied by before the products: what they flush is below the least normal number times this
 _LEAST_FACTOR, _MOST_FACTOR = 2.0**-20, 2.0**60
-# logits in base 2 within which no sum can pass a limit
-_SAFE = math.log2(_LEAST), _HIGHEST - 1
 
 
 def takes(problem: Any, dtype: str, device: str, options: Options) -> bool:
@@ -61,16 +59,13 @@ def loss(
         return _of_rows(x, problem.whole)
     if not problem.columns:
         return _against_themselves(problem, x, others)
-    # what both sums are divided by cancels; NaN is greater than nothing
-    above = float(x.max()) - _HIGHEST
-    named = (x.sub_(above) if above > 0.0 else x).exp2_().diagonal()
+    named = _below(x).exp2_().diagonal()
     positives = named.clone()
     named.fill_(0.0)
     sums = torch.stack((x.sum(1), x.sum(0)))
     totals = sums + positives
-    least, most = map(float, torch.aminmax(totals))
-    found = _added(sums / positives, least) if least >= _LEAST and most <= _MOST else None
-    return None if found is None else (x.new_full((), found * problem.whole), (sums, totals, x))
+    each = (sums / positives).log1p_().view(-1).tolist()
+    return (x.new_full((), float(sum(each)) * problem.whole), (sums, totals, x)) if _exact(totals, each) else None
 
 
 def _of_rows(x: torch.Tensor, weight: float) -> tuple[Array, Sequence[Array]] | None:
@@ -80,17 +75,24 @@ def _of_rows(x: torch.Tensor, weight: float) -> tuple[Array, Sequence[Array]] | 
     positives = named.clone()
     named.zero_()
     sums = g.sum(1)
-    found = _added(sums / positives)
+    each = (sums / positives).log1p_().tolist()
     torch.neg(sums, out=named)
-    return None if found is None else (x.new_full((), found * weight), (g, x.mul_(g).sum(1)))
+    exact = _exact(None, each)
+    return (x.new_full((), float(sum(each)) * weight), (g, x.mul_(g).sum(1))) if exact else None
 
 
-def _added(quotients: torch.Tensor, least: float = 1.0) -> float | None:
-    """The sum of ``log1p(S / D)`` where no ``S + D`` is below ``least``; None of NaN, or if one has not all digits."""
-    each = quotients.log1p_().view(-1).tolist()
-    found = float(sum(each))
-    exact = min(each) >= max(_LEAST_COST, _LEAST_NEGATIVES / least) and max(each) <= _MOST_COST
-    return found if exact and not math.isnan(found) else None
+def _below(x: torch.Tensor) -> torch.Tensor:
+    """Logits in base 2 less what the largest is too large by, which cancels in every quotient; NaN stays."""
+    above = float(x.max()) - _HIGHEST
+    return x.sub_(above) if above > 0.0 else x
+
+
+def _exact(totals: torch.Tensor | None, each: list[float]) -> bool:
+    """Whether rows' ``S + D``, None for probabilities, and their ``log1p(S / D)`` have all digits, and none is NaN."""
+    least, most = (1.0, 1.0) if totals is None else map(float, torch.aminmax(totals))
+    lowest = max(_LEAST_COST, _LEAST_NEGATIVES / max(least, _LEAST))
+    within = least >= _LEAST and most <= _MOST and lowest <= min(each) and max(each) <= _MOST_COST
+    return within and not math.isnan(sum(each))
 
 
 def _sum(x: torch.Tensor) -> float:
@@ -106,10 +108,8 @@ def _against_themselves(
     Left are each row's ``u / (S + D)`` and what its positives lose; the exponentials of negatives, and of positives
     that are not alone; which pairs are positive.
     """
-    # NaN lies within no limits
-    least, most = torch.aminmax(x)
-    if not (_SAFE[0] <= float(least) and float(most) <= _SAFE[1]):
-        return None
+    # a row against itself counts for nothing
+    x = _below(x.fill_diagonal_(0.0))
     if labels is None:
         matched = torch.zeros_like(x).scatter_(1, problem.positives.unsqueeze(1), 1.0)
         count = logits = problem.row_target
@@ -119,13 +119,15 @@ def _against_themselves(
     x.exp2_().fill_diagonal_(0.0)
     among = x * matched
     positives, sums = among.sum(1), x.sub_(among).sum(1)
-    shares, each = (sums + positives).reciprocal_(), (sums / positives).log1p_()
-    loses, total = shares * sums, 1
+    totals, each = sums + positives, (sums / positives).log1p_()
+    counted, several = count.gt(0), count.gt(1)
+    # labels: their counts are not targets
+    total = 1 if labels is None else int(counted.sum())
+    if total == 0 or not _exact(totals, each[counted].tolist()):
+        return None
+    shares = totals.reciprocal_()
+    loses = shares * sums
     if labels is not None:
-        counted, several = count.gt(0), count.gt(1)
-        total = int(counted.sum())
-        if total == 0:
-            return None
         # of a lone positive there is no spread; a row without one has no loss
         spread = (positives.double().log2_() - logits / count).clamp_min_(0.0)
         each = torch.where(counted, each.double().addcmul_(spread, several, value=1.0 / LOG2_E), 0.0)

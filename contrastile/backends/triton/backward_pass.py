@@ -105,10 +105,8 @@ class _BackwardPass(BlockPass):
     def __init__(self, block: Block, weights: Weights, options: Options, upstream: Array | None = None) -> None:
         super().__init__(block, options)
         self.weights, self.two_sided = weight_vectors(weights, ARRAYS), weights.columns is not None
-        self.gradient, self.product = (
-            self.config("gradient" if self.masks.pairs.of_ids is None else "masked"),
-            self.config("product"),
-        )
+        self.gradient = self.config("gradient" if self.masks.pairs.of_ids is None else "masked")
+        self.product = self.config("product")
         count, columns = VECTORS_OF_IDS if self.masks.ids_only else VECTORS, self.n if self.two_sided else 0
         self.programs = ceil_div(self.m, LANES) + ceil_div(columns, LANES)
         sizes = PLAN_SIZE, self.programs * precheck.PEAKS, count * self.m, count * columns
