@@ -35,7 +35,7 @@ from contrastile.verify.worlds import Threads
 RECORD = Path(__file__).resolve().parents[2] / "docs" / "results" / "mutants.json"
 OF_A_PROCESS = (
     *("hangs", "exits-with-0", "leaves-with-0", "dies-by-a-signal", "prints", "all-but-32-rows-refused"),
-    *("scale-learns-with-the-rows", "tracer-not-told-of-sums", "relative-by-default"),
+    *("scale-learns-with-the-rows", "tracer-not-told-of-sums", "relative-by-default", "fake-without-pairs"),
 )
 """Caught by the process that started theirs, by the verdict on all rows, in code that torch has registered, or in a
 default, which is no code of a function."""
