@@ -18,6 +18,10 @@ from contrastile.backends.cupy.configs import (
     AMPERE,
     HOPPER,
     Shares,
+    keeping_pays,
+    kept_rows,
+    kept_stride,
+    weighted_shares,
 )
 from contrastile.backends.passes import backward_chunk, forward_chunk
 
@@ -104,3 +108,30 @@ def test_no_more_blocks_have_a_part_of_a_tile_row(rows: int, columns: int, multi
     first = np.searchsorted(starts, ends - columns, side="right")
     last = np.searchsorted(starts, ends - 1, side="right")
     assert (last - first + 1).max() <= shares.most <= columns
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "mib", "rows"),
+    [
+        (1000, 1000, 1, 512),
+        (1000, 1000, 2, 1000),
+        # a stride of 1032: 508 rows
+        (512, 1025, 1, 256),
+        (65536, 65536, 8192, 65536),
+        (65536, 65536, 1023, 7936),
+        (100, 2**20, 1, 0),
+        (1, 1, 1, 1),
+        (5, 1, 0, 0),
+    ],
+)
+def test_whole_units_of_rows_are_kept(m: int, n: int, mib: int, rows: int) -> None:
+    assert kept_rows(m, n, mib * 2**20) == rows
+    assert 2 * rows * kept_stride(n) <= mib * 2**20
+
+
+def test_exponentials_are_kept_where_their_products_fill_a_hopper_gpu() -> None:
+    sizes = [2**k for k in range(8, 15)]
+    pays = {width: [b for b in sizes if keeping_pays(b, b, width)] for width in (192, 256, 384, 512, 768, 1024)}
+    both = [8192, 16384]
+    assert pays == {192: [16384], 256: both, 384: [], 512: both, 768: [16384], 1024: both}
+    assert [weighted_shares(b, 512, b) for b in (1, 64, 2048, 4096, 8192, 12288)] == [1, 1, 4, 2, 1, 2]

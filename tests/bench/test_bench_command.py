@@ -1,5 +1,6 @@
 """``contrastile bench`` from its options to its table, record, picture and exit code."""
 
+import argparse
 import itertools
 import json
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from contrastile import cli
-from contrastile.bench import report, sweep
+from contrastile.bench import command, report, sweep
 from contrastile.bench.agreement import FEW_ROWS, check
+from contrastile.bench.command import add_arguments
 from contrastile.bench.sweep import Measurement, Sweep, SweepSettings
 from contrastile.bench.workloads import Workload
 
@@ -24,6 +26,12 @@ def a_small_check() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep, "check", partial(check, rows=FEW_ROWS))
         yield
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(words)
 
 
 def bench(*words: str) -> int:
@@ -83,6 +91,16 @@ def test_the_command_writes_json_and_a_picture(tmp_path: Path, capsys: pytest.Ca
     # time alone
     assert bench(*TINY, "--plot", str(picture.with_suffix(".pdf"))) == 0
     assert picture.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_what_is_not_given_is_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command.settings(parsed("--quick", "--width", "7")).widths == (7,)
+    assert command.settings(parsed("--quick")).batches == (256, 512)
+    assert command.settings(parsed()).batches == (4096, 8192)
+    # which is float64, and for reference
+    assert "numpy" not in command.settings(parsed()).backends
+    monkeypatch.setattr(command, "available", lambda: {"numpy": None, "torch": "missing"})
+    assert command.settings(parsed()).backends == ("numpy",)
 
 
 def test_what_does_not_fit_or_takes_too_long_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

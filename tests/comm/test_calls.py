@@ -14,6 +14,7 @@ from mpi4py import MPI
 from primitives import refusal
 
 import contrastile
+from contrastile.comm import calls
 from contrastile.comm.calls import Calls, Conflict, Label
 from contrastile.comm.communicator import ExchangeError, Parts
 from contrastile.comm.inprocess import InProcess, InProcessGroup
@@ -39,6 +40,30 @@ def test_backwards_in_another_order_are_found_before_a_message_of_theirs(exchang
 
     where = "ranks 0, 2 are at the backward of call 1 (clip_loss), rank 1 is at the backward of call 2 (clip_loss)"
     assert InProcessGroup[str](3).run(program) == [f"{where}{AGAIN}"] * 3
+
+
+def test_calls_and_phases_that_are_the_same_conflict_in_what_was_posted() -> None:
+    one, other = Calls(), Calls()
+    label = Label(7, "backward", "clip_loss", 0b1101)
+    for each in (one, other):
+        each.enter(label)
+        each.agreed()
+    calls.compare([one.head(3), other.head(3)], range(2))
+    other.post()
+    with pytest.raises(Conflict) as caught:
+        calls.compare([one.head(3), one.head(3), other.head(3)], (4, 5, 6))
+    assert str(caught.value) == (
+        "ranks 4, 5 are at the backward of call 7 (clip_loss) after 1 messages, "
+        f"rank 6 is at the backward of call 7 (clip_loss) after 2 messages{AGAIN}"
+    )
+
+
+def test_ranks_that_want_other_gradients_say_so() -> None:
+    heads = [Calls(Label(1, "backward", "clip_loss", wants)).head(3) for wants in (0b101, 0b100, 0b101)]
+    where = "at the backward of call 1 (clip_loss) for the gradients of"
+    with pytest.raises(Conflict) as caught:
+        calls.compare(heads, range(3))
+    assert str(caught.value) == f"ranks 0, 2 are {where} scale, rows, rank 1 is {where} rows{AGAIN}"
 
 
 class Numbered:

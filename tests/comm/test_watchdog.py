@@ -23,11 +23,41 @@ from contrastile.comm import nccl
 from contrastile.comm.driver import Gpu
 from contrastile.comm.nccl import NCCL, NCCLChannel
 from contrastile.comm.watchdog import (
+    AbortNotice,
     InFlight,
     PeerTimeout,
     Watchdog,
+    describe,
+    missing,
     until,
 )
+
+
+@pytest.mark.parametrize(
+    ("lost", "waiting", "blamed"),
+    [
+        ([1], {1: [0], 0: [3], 3: [2]}, (2,)),
+        ([1, 3], {1: [0], 0: [3]}, (3,)),
+        ([1], {1: [2, 4], 2: [5]}, (4, 5)),
+    ],
+)
+def test_who_waits_for_whom_leads_to_those_who_say_nothing(lost, waiting, blamed) -> None:
+    assert missing(lost, waiting) == blamed
+
+
+def test_messages_name_ranks_as_the_whole_program_does() -> None:
+    timeout = PeerTimeout([1], "cannot be reached (broken pipe)")
+    global_ranks = [10, 11, 12]
+    own = {0: AbortNotice((1,), "the backward of call 3")}
+    assert describe(timeout, own, 5, global_ranks).startswith("rank 11 cannot be reached (broken pipe) (deadline 5 s)")
+    further = describe(timeout, own | {1: AbortNotice((2,), "")}, 5, global_ranks)
+    assert further.startswith("rank 12 did not answer, for whom rank 11 waited (deadline 5 s)")
+    others = {1: AbortNotice((2,), "the forward of call 4"), 2: AbortNotice((0,), "the backward of call 3")}
+    circle = describe(timeout, own | others, 5, global_ranks)
+    assert circle.startswith(
+        "ranks 10, 11, 12 wait for each other (cannot be reached (broken pipe)): ranks 10, 12 are at the backward of "
+        "call 3, rank 11 is at the forward of call 4; every rank must make the same calls in the same order"
+    )
 
 
 def test_waiting_ends_and_keeps_no_core_busy() -> None:

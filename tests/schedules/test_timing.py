@@ -18,8 +18,8 @@ import contrastile
 from contrastile.comm.communicator import Hosts
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.schedules import timing
-from contrastile.schedules.placement import SCHEDULES
-from contrastile.schedules.timing import Machine, Ranks
+from contrastile.schedules.placement import SCHEDULES, Shards
+from contrastile.schedules.timing import Machine, Ranks, choose_exchange
 from contrastile.verify.worlds import simulated
 
 ROWS, WIDTH = 8, 64
@@ -126,3 +126,31 @@ def test_the_model_s_time_is_that_of_records_of_several_gpus() -> None:
     # fewer rows are queued by the host, in a time of its own
     assert max(error for (*_, rows, _), error in errors.items() if rows >= 32768) < CLOSE
     assert statistics.median(errors.values()) < CLOSE
+
+
+def chosen(rows: int, hosts: int, per_host: int, blocks: int = 1, itemsize: int = 2, **how: bool) -> str:
+    n = hosts * per_host
+    shards = Shards((rows,) * n, ((rows // blocks,) * blocks,) * n)
+    return choose_exchange(shards, 512, itemsize, hosts=simulated(n, per_host), **how).exchange
+
+
+def test_on_several_hosts_the_fastest_is_chosen_that_fits() -> None:
+    assert [chosen(rows, 8, 8) for rows in (256, 1024, 4096, 65536)] == ["gather", "gather", "two-level", "ring"]
+    # from a graph more messages take the host no longer
+    assert [chosen(rows, 8, 8, on_gpus=True) for rows in (256, 1024, 4096)] == ["replicate", *["two-level"] * 2]
+    # with one rank per host there is nothing to give each other
+    assert chosen(65536, 8, 1) == "ring"
+    assert chosen(4096, 1, 8) == "gather"
+
+
+def test_small_problems_of_gpus_are_replicated_by_auto() -> None:
+    assert chosen(64, 1, 2) == "gather"
+    for rows, blocks, itemsize, expected in (
+        (8192, 1, 2, "replicate"),
+        (8200, 1, 2, "gather"),
+        (64, 2, 2, "replicate"),
+        (2048, 1, 4, "replicate"),
+        (2056, 1, 4, "gather"),
+    ):
+        assert chosen(rows, 1, 2, blocks, itemsize, on_gpus=True) == expected
+    assert timing.REPLICATED[True] == 16384**2 * 512

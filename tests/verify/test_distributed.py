@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import ill_backends
@@ -11,12 +12,12 @@ import pytest
 from contrastile.backends.registry import load
 from contrastile.cli import main
 from contrastile.comm.communicator import Hosts
-from contrastile.verify import cases
+from contrastile.verify import cases, launched
 from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.runner import Run
 from contrastile.verify.selection import Selection
 from contrastile.verify.shards import EXCHANGES
-from contrastile.verify.worlds import Threads
+from contrastile.verify.worlds import Threads, judged
 
 
 def rows_of(n: int, backend: str, **selection: Any) -> list[Any]:
@@ -80,3 +81,32 @@ def test_the_command_writes_the_world_into_every_row(tmp_path: Any, capsys: Any)
     assert read["verdict"] == "pass"
     assert {row["world"] for row in read["rows"]} == {3}
     assert {row["property"] for row in read["rows"]} == set(DISTRIBUTED)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "device", "found"),
+    [
+        (4, "4", "auto", True),
+        # NCCL takes no two ranks on one GPU
+        (2, "4", "auto", False),
+        (0, "1", "auto", False),
+        (0, "4", "cuda", True),
+        (4, "4", "cpu", False),
+    ],
+)
+def test_ranks_of_torchrun_have_gpus_where_there_is_one_for_each(monkeypatch, gpus, ranks, device, found):
+    cuda = pytest.importorskip("torch").cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert launched.on_gpus("torch", device) is found
+
+
+def test_the_leader_s_judgement_is_everybody_s():
+    # a process of a launcher that hears what the leader has found
+    told = SimpleNamespace(leads=False, share=lambda x: ("verdict", None))
+    assert judged(told, lambda: pytest.fail("only the leader judges")) == "verdict"
+    told.share = lambda x: (None, KeyError("ill"))
+    with pytest.raises(KeyError, match="ill"):
+        judged(told, lambda: None)
+    assert judged(Threads(2), lambda: 3) == 3
