@@ -145,7 +145,7 @@ def info_nce(
     where = None if positives is None else check.integers("positives", positives, m, "query", arrays, rows)
     of_guide = check.guide(guide, (m, n), arrays, rows)
     each = None if weights is None else check.floats("weights", weights, m, "query", arrays, rows)
-    orders: Sequence[Order] = ()
+    orders = [Order(arrays)] * 2
     if of_ids and own is guide is None and len(columns) == 1:
         orders = [Order.of(arrays, ids, ids_are, world.alone) for ids in (rows_of, of_columns)]
         rows_of, rows, each = orders[0].take(rows_of, rows, each)
@@ -162,7 +162,7 @@ def info_nce(
     plain = own is where is rows_of is None and not agreed and len(columns) == 1
     if each is not None or of_ids:
         if of_ids:
-            count = world.count_in(arrays, rows_of, arrays.sorted(of_columns)[0], of_rows=False)
+            count = world.count_in(arrays, rows_of, orders[1].rising(of_columns), of_rows=False)
             target = _reciprocal(arrays, count, state)
             counted = arrays.cast(count > 0, "float64")
             each = counted if each is None else counted * each

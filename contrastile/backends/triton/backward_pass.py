@@ -188,7 +188,7 @@ class _BackwardPass(BlockPass):
     def _tiles(self, walk: Chunks, g: list[Any], chunk: Chunk) -> None:
         config, masks = self.gradient, self.masks
         backward.gradient_tiles[grid(chunk.height, chunk.width, config, self.rows)](
-            *walk.features(chunk), *walk.descriptors(g), self.plan, *self.vectors, *masks.vectors(),
+            *walk.features(chunk), *walk.descriptors(g), self.plan, *self.vectors, *masks.spanned[1:],
             *masks.limits, *self.guide_features(chunk, config), self.m, self.n, *chunk, **self.depths,
             TWO_SIDED=self.two_sided, **masks.flags(), LIMITED=masks.limited, RAGGED=config.ragged(chunk),
             PARTS=config.parts, DIVIDED=self.scheme.divided, **config.named,

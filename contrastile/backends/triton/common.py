@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -27,9 +29,8 @@ _LINE = 128
 
 
 def _spanned(x: Any) -> Any:
-    """A vector of ids or indices with its spans behind its end; limits as they are."""
-    x = x.contiguous()
-    if x.dtype.is_floating_point or not x.shape[0]:
+    """A vector of ids or indices with its spans behind its end; None for None."""
+    if x is None or not x.shape[0]:
         return x
     units = ceil_div(x.shape[0], UNIT.value)
     to = empty(x, x.shape[0] + 2 * units, dtype=x.dtype)
@@ -52,8 +53,7 @@ class Masks:
 
     def __init__(self, block: Block) -> None:
         pairs = block.pairs
-        masked = pairs.excluded is not None or pairs.of_ids is not None
-        self.pairs = contiguous_pairs(pairs, _spanned if masked else torch.Tensor.contiguous)
+        self.pairs = contiguous_pairs(pairs, torch.Tensor.contiguous)
         self.ids = {"drop": DROP, "target": TARGET, None: NO_IDS}[self.pairs.of_ids].value
         self.ids_only = self.pairs.of_ids == "target"
         bias = 0.0 if block.bias is None else block.bias
@@ -65,6 +65,14 @@ class Masks:
     def vectors(self) -> tuple[Any, Any, Any]:
         """Exclusions, the rows' ids and the columns'."""
         return self.pairs.excluded, self.pairs.row_ids, self.pairs.column_ids
+
+    @cached_property
+    def spanned(self) -> Sequence[Any]:
+        """Positives, and the ``vectors``, as ``tiles.touched`` asks them; as they are where nothing is left to ask."""
+        every = self.pairs.positives, *self.vectors()
+        masked = self.pairs.excluded is not None or self.pairs.of_ids is not None
+        # rows and columns may have the same ids
+        return [*map(cache(_spanned), every)] if masked else every
 
     def flags(self) -> dict[str, Any]:
         """The compile-time arguments that choose a kernel's masks."""

@@ -118,7 +118,7 @@ class _ForwardPass(BlockPass):
             self._features(0, row, high, (config.bm, config.bk)),
             self._features(1, column, wide, (config.bn, config.bk)),
         )
-        masks = self.masks.pairs.positives, *self.masks.vectors()
+        masks = self.masks.spanned
         forward.lse_tiles[grid(high, wide, config, self.rows)](
             *features, self.plan, self.status, self.diagonals, *parts, *masks, *self.masks.limits,
             *self.guide_features(chunk, config), self.m, self.n, *chunk, **self.depths,
