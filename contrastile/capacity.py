@@ -17,6 +17,7 @@ from contrastile.backends.arrays import FLOATS, ITEMSIZE
 from contrastile.backends.choice import choose
 from contrastile.backends.contract import Backend, BackendUnavailableError, Footprint, Options, state_dtype
 from contrastile.backends.registry import load
+from contrastile.backends.settings import is_keep_given
 from contrastile.reporting import CannotRunError, cannot_run, colored, plain_table, within, write_json
 from contrastile.schedules import timing
 from contrastile.schedules.placement import SCHEDULES, Shards
@@ -229,9 +230,9 @@ def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...
     n = {"gather": b * g, "two-level": b * each}.get(exchange, b)
     taken = _footprint(setup, backend, b, n)
     numbers = Item("log-sum-exps", _NUMBERS * (b + n), "and weights and targets")
-    most, around = 0, exchange in ("ring", "two-level")
+    most, around, options = 0, exchange in ("ring", "two-level"), Options(precision=backend.auto_precision)
     if backend.keeps is not None and not around:
-        most = backend.keeps(b, n, dtype, setup.device, Options(precision=backend.auto_precision))
+        most = backend.keeps(b, n, dtype, setup.device, options)
     kept = [Item("kept exponentials", most, "see keep=")] if most else []
     alive = [*kept]
     arriving: list[Item] = []
@@ -255,8 +256,8 @@ def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...
     casts = gradients if item < state else []
     if backend.finished is not None and not around:
         alive.insert(0, gradients[0])
-        # the columns' gradient takes the place of the workspace; where all is kept, that takes the place of G
-        space = taken.finished - (most if most >= 2 * b * n else 0)
+        # the columns' gradient takes the place of the workspace; what is kept takes that of G, unless it has its own
+        space = taken.finished - (0 if is_keep_given(options) and most < 2 * b * n else most)
         moments = [[Item("workspace", space, f"of {backend.name}")], [*arriving, *casts[1:]]]
     else:
         alive.insert(0, Item("rows' sums", b * d * state, f"{b:,} x {d}, {state_dtype(dtype)}"))

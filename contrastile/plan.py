@@ -27,8 +27,8 @@ class Settings(TypedDict, total=False):
         workspace: MiB in which triton and cupy form the logits' gradient, chunk by chunk; None for
             CONTRASTILE_WORKSPACE_MIB, or 512. Other backends ignore it.
         keep: MiB of exponentials that cupy, and torch on a CPU, may keep from the forward for the backward pass. None
-            is CONTRASTILE_KEEP_MIB, and without it all or nothing: cupy keeps them if they fit in the workspace and a
-            step is faster for it, torch up to 64 MiB. Other backends ignore it.
+            is CONTRASTILE_KEEP_MIB, and without it what fits in the workspace, if a step is faster for it, with cupy,
+            and all or nothing, up to 64 MiB, with torch. Other backends ignore it.
         group: the processes that share the batch: a torch.distributed group, "world" for its default group, a
             DeviceMesh of one dimension, or an mpi4py communicator; every rank passes its own part. None is this process
             alone.

@@ -277,7 +277,8 @@ class Accuracy:
         shared_reference: exponentials may be taken against one reference r for a whole tile,
             ``|r| <= |scale| max_i |row_i| max_j |column_j| + |bias|``, instead of each row's and column's own maximum;
             only while every sum of n terms is at least n x (smallest normal number) / unit, so that terms flushed to
-            zero cost a sum no more than one rounding, and while in a gradient they cost a probability at most 2^-100.
+            zero cost a sum no more than one rounding, and in a gradient a probability 2^-100. In that, r may also be
+            100 powers of two above the least N: what is flushed is under 2^-26 of its row's and its column's negatives.
         depth: longest chain of additions in a product of k terms, as a function of k.
         tile: columns (or rows) summed in one go before a merge, as a function of their number.
     """

@@ -42,9 +42,6 @@ from contrastile.verify.truth import Outcome, Truth, column_blocks
 ORACLE = Accuracy(unit=UNIT["float64"], accumulate_unit=UNIT["float64"])
 """The oracle's own arithmetic: dense, one tile, sums in any order."""
 
-FLUSHED = 2.0**-100
-"""Error of a probability whose term underflows beside a shared reference: see ``Accuracy.shared_reference``."""
-
 
 def bounds(
     problem: Problem,
@@ -371,15 +368,18 @@ def _probability_error(
 ) -> FloatArray:
     """The error of ``p = exp(x - L)``, (own, other), whose L (own,) is known to ``error`` (own, 1).
 
-    ``p expm1(eta)``, ``eta = (1 + 6u) (E_x + E_L) + u (3 |x - L| + c + more)``; with a shared reference p is the
-    product of exp(x - r) and exp(r - L), so |x| + |r| replaces |x - L| and c + 1 is added. For any eta, both p lie in
-    0..1. An underflow costs tiny, and ``FLUSHED`` with a shared reference.
+    ``p expm1(eta)``, ``eta = (1 + 6u) (E_x + E_L) + u (3 |x - L| + c + more)``. With a shared reference, which lies at
+    most 70 (100 powers of two) above a log-sum-exp, p is exp(x - r) exp(r - L): |x| + |r| replaces |x - L|, c + 1 is
+    added, and an underflow costs 2^-100 and 2^-26 of all negatives. For any eta, both p lie in 0..1.
     """
     u, c, x = a.accuracy.unit, a.accuracy.exp_ulps, view.side.x
-    far = np.abs(x - lse[:, None]) if view.reference is None else np.abs(x) + 2 * view.reference
-    eta = (1 + 6 * u) * (view.E + error) + u * (3 * far + (c if view.reference is None else 2 * c + 1) + more)
-    moved = np.where(p > 0, p * np.expm1(eta), 0.0)
-    return float64(np.minimum(moved, np.maximum(p, 1 - p) + 8 * u) + (a.tiny if view.reference is None else FLUSHED))
+    far, constant, flushed, share = np.abs(x - lse[:, None]), c, a.tiny, 0.0
+    if view.reference is not None:
+        far = np.abs(x) + 2 * (view.reference + np.log(max(x.size, 1)) + 70)
+        constant, flushed, share = 2 * c + 1, 2.0**-100, 2.0**-26
+    eta = (1 + 6 * u) * (view.E + error) + u * (3 * far + constant + more)
+    moved = np.minimum(np.where(p > 0, p * np.expm1(eta), 0.0), np.maximum(p, 1 - p) + 8 * u)
+    return float64(moved + flushed + share * view.side.negative_mass[:, None])
 
 
 def _bars_error(view: Side, n_error: FloatArray, p_error: FloatArray, a: Arithmetic) -> FloatArray:

@@ -73,6 +73,13 @@ def certain_pairs(draw: Draw, b: int, d: int, turned: int = 0) -> Pairs:
     return rows, np.roll(unit(rows + draw.standard_normal((b, d)) / (2 * np.sqrt(d))), turned, axis=0)
 
 
+def drowned(draw: Draw, b: int) -> Pairs:
+    """One near negative for each row and column, whose logit is the scale; all others are 0, or -1/4 of that."""
+    more = np.where(draw.random((b, 1)) < 0.5, 0.25, 0.0)
+    near = np.roll(np.eye(b), 1, axis=0) * (1 + more)
+    return np.concatenate([np.eye(b), np.ones((b, 1))], axis=1), np.concatenate([near, -more], axis=1)
+
+
 def softmax_problem(
     rows: FloatArray,
     columns: FloatArray | tuple[FloatArray, ...],

@@ -35,6 +35,7 @@ from contrastile.backends.cupy.launch import aligned, empty, launch, on_device, 
 from contrastile.backends.cupy.products import Products
 from contrastile.backends.cupy.tiles import Tiles
 from contrastile.backends.passes import Chunk, backward_chunk, ceil_div, chunks, gradient_scaling, no_gradients
+from contrastile.backends.settings import is_keep_given
 
 
 def gradients(
@@ -141,7 +142,7 @@ class _BackwardPass:
         self.entries = None if self.tiles.pairs.positives is None else empty(self.m)
         self.dtype, size = self.tiles.dtype, self.tiles.rows.itemsize
         self.factors = None if kept is None else Factors(kept, self.m, self.n, weights.columns is not None)
-        self.start = 0 if kept is None else kept.rows
+        self.start, self.in_place = 0 if kept is None else kept.rows, None
         usual = kept is None and block.values is None and options.tile is None
         self.narrow = only_rows and usual and self.tiles.narrow
         if self.narrow:
@@ -149,7 +150,10 @@ class _BackwardPass:
         else:
             # where everything is kept, no chunk is left
             rest = max(1, self.m - self.start)
-            self.height, self.width = backward_chunk(rest, self.n, size, self.tiles.family.step, options)
+            step = self.tiles.family.step
+            self.height, self.width = backward_chunk(rest, self.n, size, step, options)
+            if kept is not None and not is_keep_given(options):
+                self.height, self.in_place = min(self.height, kept.room(self.width) // step * step), kept
             self.products = Products()
         self._precheck(upstream)
 
@@ -247,7 +251,8 @@ class _BackwardPass:
 
     def _chunks(self) -> Iterator[tuple[Any, Chunk]]:
         """G of each chunk, formed in the one workspace, and where it lies."""
-        space = workspace(self.height, self.width, self.tiles.rows.dtype)
+        place = workspace if self.in_place is None else self.in_place.give_way
+        space = place(self.height, self.width, self.tiles.rows.dtype)
         for chunk in chunks(self.m, self.n, self.height, self.width, self.start):
             g = space[: chunk.height, : chunk.width]
             self._tiles(g, chunk)

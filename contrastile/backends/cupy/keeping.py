@@ -2,7 +2,8 @@
 
 The forward pass stores them in bfloat16. When the weights are known, the device decides whether they can be used. If
 so, both second products read them, and apply the factors ``u 2^(r - L)`` and ``v 2^(r - M)`` on the way to the tensor
-cores. If not, G is written over them, in the same memory.
+cores. If not, G is written over them, in the same memory. So is G of the other rows, once they have been read, unless
+memory for them was asked for: they lie where G would, and a step takes no more memory for them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from contrastile.backends.compiling import here
 from contrastile.backends.contract import Options
 from contrastile.backends.cupy.arguments import constant, struct
 from contrastile.backends.cupy.common import PLAN_BYTES, THREADS
@@ -28,22 +30,24 @@ _NARROW = 128
 def most_rows(m: int, n: int, dtype: str, options: Options) -> int:
     """How many of the first rows of a block of m rows and n columns keep their exponentials on Hopper, at most.
 
-    Where nobody says how much is kept, it is what would be G's workspace otherwise: all of a block or nothing.
-    Nothing is kept with a tile of the caller's, which caps the memory in use.
+    Where nobody says how much is kept, it is what fits in G's workspace, if that is an eighth of the rows: of less the
+    gain is less than what one more part of the pass costs. Nothing is kept with a tile of the caller's, which caps the
+    memory in use.
     """
     if not (m and n and dtype == KEPT_DTYPE and options.tile is None and uses_hopper_kernels()):
         return 0
     if is_keep_given(options):
         return kept_rows(m, n, kept_bytes(options))
-    return m if 2 * m * kept_stride(n) <= workspace_bytes(options) else 0
+    rows = kept_rows(m, n, workspace_bytes(options))
+    return rows if 8 * rows >= m else 0
 
 
 def rows_to_keep(tiles: Tiles, options: Options) -> int:
     """How many of the first rows of a block keep their exponentials: 0 unless its kernels can and it pays."""
     (m, width), n = tiles.rows.shape, tiles.columns.shape[0]
     able = tiles.family.maps and tiles.mask == PLAIN and width > _NARROW
-    pays = is_keep_given(options) or keeping_pays(m, n, width)
-    return most_rows(m, n, tiles.dtype, options) if able and pays else 0
+    rows = most_rows(m, n, tiles.dtype, options) if able else 0
+    return rows if rows and (is_keep_given(options) or keeping_pays(rows, n, width)) else 0
 
 
 def size_of(rows: int, n: int) -> int:
@@ -84,6 +88,17 @@ class KeptExponentials:
     def rows(self) -> int:
         """How many rows have theirs kept."""
         return int(self.exponentials.shape[0])
+
+    def room(self, width: int) -> int:
+        """How many rows of so many elements of G fit in their place."""
+        return int(self.memory.shape[0] - PLAN_BYTES) // (2 * kept_stride(width))
+
+    def give_way(self, height: int, width: int, dtype: Any) -> Any:
+        """Memory for G in their place; nobody may take it for them another time."""
+        if not here.missing:
+            self.plan.data.memset_async(255, PLAN_BYTES)
+        stride = kept_stride(width)
+        return self.memory[: 2 * height * stride].view(dtype).reshape(height, stride)[:, :width]
 
     def part(self, chunk: Chunk) -> Any:
         """The exponentials of a chunk."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import cupy
 import numpy as np
 from cuda.bindings import driver
 
@@ -26,6 +27,8 @@ def tensor_map(x: Any, box: tuple[int, int]) -> bytes:
 @lru_cache(maxsize=4096)
 def _encoded(address: int, height: int, width: int, stride: int, dtype: str, box: tuple[int, int]) -> bytes:
     kinds = driver.CUtensorMapDataType
+    # autograd's thread has no context before its first call of the runtime
+    cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())
     status, found = driver.cuTensorMapEncodeTiled(
         {
             "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,

@@ -32,7 +32,7 @@ from contrastile.backends.triton.tiles import (
     WEIGHT,
 )
 
-PEAKS = 6
+PEAKS = 7
 """Numbers that a program of ``weight_bounds`` leaves; ``measure`` leaves one."""
 
 _LOW = tl.constexpr(0)  # least log-sum-exp, in powers of two, among those with a weight
@@ -41,6 +41,7 @@ _LEAST = tl.constexpr(2)  # least |weight| that is not 0
 _MOST = tl.constexpr(3)  # bound of |G| from one direction, where positives are not named by index
 _VALUE = tl.constexpr(4)  # largest |G| of the positives named by index
 _SURE = tl.constexpr(5)  # 1 where a row or column is certain of its positives, else 0
+_LEAST_NEGATIVES = tl.constexpr(6)  # as _LOW, of the negatives alone; -inf where bars are given
 
 _FAR = tl.constexpr(1 << 62)
 
@@ -127,7 +128,7 @@ def weight_bounds(
     column = column_negative, column_positive, column_weight, column_target, column_share, upstream
     program = tl.program_id(0)
     row_programs = tl.cdiv(m, LANES)
-    at = peaks + program.to(tl.int64) * 6
+    at = peaks + program.to(tl.int64) * 7
     if program < row_programs:
         i = program * LANES + tl.arange(0, LANES)
         inside = i < m
@@ -194,13 +195,20 @@ def _store_peaks(at, side, i, inside, scale, bias, MATCHED: tl.constexpr):
     t = tl.abs(tl.load(target + i, mask=inside, other=0.0))
     less = tl.load(negative + i, mask=inside, other=float("-inf"))
     more = tl.load(positive + i, mask=inside, other=float("-inf"))
-    log = ((_lse(less, more, share) - bias_of(bias)) * binary_orders(tl.load(scale))).to(tl.float32)
+    shift, orders = bias_of(bias), binary_orders(tl.load(scale))
+    log = ((_lse(less, more, share) - shift) * orders).to(tl.float32)
     counts = w != 0.0
     # what admits nothing has no pair that could overflow; NaN compares false and counts as infinite
     high = tl.where(log < float("inf"), log, float("inf"))
     low = tl.where(log > float("-inf"), log, float("-inf"))
     tl.store(at + _LOW, tl.min(tl.where(counts, low, float("inf")), 0))
     tl.store(at + _HIGH, tl.max(high, 0))
+    if share is not None:
+        # bars are relative to the largest of their row: there N says nothing of what a term counts
+        tl.store(at + _LEAST_NEGATIVES, float("-inf"))
+    else:
+        negatives = tl.where(less > float("-inf"), ((less - shift) * orders).to(tl.float32), low)
+        tl.store(at + _LEAST_NEGATIVES, tl.min(tl.where(counts, negatives, float("inf")), 0))
     tl.store(at + _LEAST, tl.min(tl.where(counts, w, float("inf")), 0))
     if share is not None:
         # |q (1 - r) - t|, of which no bar is more than w
@@ -229,7 +237,7 @@ def _reduce(peaks, start, stop, STEP: tl.constexpr, WORST: tl.constexpr, LEAST: 
 @triton.jit
 def _peak(peaks, programs, SLOT: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
     """The least or the largest of one slot over all programs of ``weight_bounds``."""
-    return _reduce(peaks + SLOT, 0, programs, 6, float("inf") if LEAST else float("-inf"), LEAST, BLOCK)
+    return _reduce(peaks + SLOT, 0, programs, 7, float("inf") if LEAST else float("-inf"), LEAST, BLOCK)
 
 
 @triton.jit
@@ -274,11 +282,13 @@ def _plan(peaks, programs, TWO_SIDED: tl.constexpr, HALF: tl.constexpr, EXACT: t
     """Whether G may be formed as ``2^(x - r) (u_i 2^(r - L_i) + v_j 2^(r - M_j))``, r or else 0, and GRADIENT_SCALE.
 
     An admitted logit is at most its row's and its column's log-sum-exp, so with ``r >= max L - 120`` nothing admitted
-    overflows. With ``r <= L`` wherever a weight counts, a term that is flushed costs at most 2^-126 in a probability.
-    A factor that counts is not flushed while ``log2 |u| - (L - r) >= -125``. Of the r that these allow, the largest is
-    taken, for the differences that matter are then the smallest; where there is none, the exact path is. So it is
-    beyond 512: a logit is not rounded here before r leaves it, as in the forward, and the difference, half an ulp of
-    the logit, shall be no more than a rounding of a difference. EXACT: no r is taken.
+    overflows. With ``r <= L`` wherever a weight counts, a term that is flushed costs at most 2^-126 in a probability;
+    with ``r <= N + 100`` it is less than 2^-26 of the negatives of its row and of its column, for float16 2^-29: n of
+    them are less than a rounding of G. A factor that counts is not flushed while ``log2 |u| - (L - r) >= -125``, and
+    none is infinite while ``|u| <= 2^20``. Of the r that these allow, the largest is taken: products of zeros cost the
+    least energy, which limits the rate. Where there is none, the exact path is taken. So it is beyond 512: a logit is
+    not rounded here before r leaves it, as in the forward, and the difference, half an ulp of the logit, shall be no
+    more than a rounding of a difference. EXACT: no r is taken.
 
     GRADIENT_SCALE brings a float16 G near the top of its range.
     """
@@ -292,8 +302,10 @@ def _plan(peaks, programs, TWO_SIDED: tl.constexpr, HALF: tl.constexpr, EXACT: t
     low = _peak(peaks, programs, _LOW, True, BLOCK)
     high = _peak(peaks, programs, _HIGH, False, BLOCK)
     least = tl.log2(_peak(peaks, programs, _LEAST, True, BLOCK) * factor)
+    flushed = _peak(peaks, programs, _LEAST_NEGATIVES, True, BLOCK) + (97.0 if HALF else 100.0)
+    small = _peak(peaks, programs, _MOST, False, BLOCK) * factor <= 1048576.0
     # where no weight counts, low is infinite
-    reference = tl.minimum(low, high)
+    reference = tl.where(low < float("inf"), tl.where(small, tl.maximum(low, flushed), low), high)
     # the comparisons fail for NaN and for infinities
     fast = (low >= -512.0) & (high <= 512.0) & (reference >= tl.maximum(high - 120.0, high - 125.0 - least))
     fast = fast & (not EXACT)

@@ -146,7 +146,7 @@ struct WeightBoundsArguments {
     const float* upstream;   // 0-d, multiplies every weight; or null
     WeightSide row, column;  // of lengths m and n
     float* peaks;            // (blocks, 8): the largest -L, L, -|w| and |w| (1 + |t|), -L and -|w| where w is not 0; then
-                             // 1 where one is certain of its positives, 0, 0, 0
+                             // 1 where one is certain of its positives; the largest -N, infinity with bars; 0, 0
 };
 
 // epilogue_scales: blocks ceil(m / 256) + (two-sided ? ceil(n / 256) : 0), 256 threads.

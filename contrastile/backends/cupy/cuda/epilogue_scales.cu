@@ -7,10 +7,12 @@ namespace contrastile {
 // Whether G may be formed as 2^(x - r) (u_i 2^(r - L_i) + v_j 2^(r - M_j)), and with which r.
 //
 // An admitted logit is at most its row's and its column's log-sum-exp, so with r >= max L - 120 nothing admitted
-// overflows. With r <= L wherever a weight counts, a term that is flushed costs at most 2^-126 in a probability.
-// A factor that counts is not flushed while log2 |u| - (L - r) >= -125. Of the r that these allow, the one nearest 0
-// is taken; where there is none, the exact path is. peaks: those of weight_bounds, over all its blocks.
-__device__ __forceinline__ Plan plan_of(const float (&peaks)[5], const EpilogueScalesArguments& a) {
+// overflows. With r <= N + 100 wherever a weight counts, a term that is flushed is less than 2^-26 of the negatives of
+// its row and of its column, for float16 2^-29: n of them are less than a rounding of G. Then the largest r is taken:
+// products of zeros cost the least energy, which limits the rate. Otherwise r <= L, and what is flushed costs at most 2^-126 in a probability; of those the r nearest 0 is taken.
+// A factor that counts is not flushed while log2 |u| - (L - r) >= -125, and none is infinite while |u| <= 2^20. Where no
+// r is left, the exact path is taken. peaks: those of weight_bounds, over all its blocks.
+__device__ __forceinline__ Plan plan_of(const float (&peaks)[6], const EpilogueScalesArguments& a) {
     Plan plan{};
     plan.alpha = in_powers_of_two(*a.scale);
     plan.bias = a.bias == nullptr ? 0.0f : *a.bias;
@@ -18,12 +20,14 @@ __device__ __forceinline__ Plan plan_of(const float (&peaks)[5], const EpilogueS
     plan.gradient_scale = a.half ? near_top(a.two_sided ? 2.0f * peaks[3] : peaks[3]) : 1.0f;
     plan.certain = a.by_ids && peaks[4] > 0.0f;
     const float low = -peaks[0], high = peaks[1], room = log2f(-peaks[2] * plan.gradient_scale) + 125.0f;
+    const float least = high - fminf(room, 120.0f);
+    const float most = peaks[3] * plan.gradient_scale <= 0x1p20f ? (a.half ? 97.0f : 100.0f) - peaks[5] : low;
     // fmaxf passes over a NaN, of infinities that the comparisons fail for
-    const float reference = fmaxf(high - fminf(room, 120.0f), fminf(low, 0.0f));
+    const float reference = most > low ? most : fmaxf(least, fminf(low, 0.0f));
     const bool finite = low > -infinity() && high < infinity() && room > -infinity();
     // beyond 2^20 a step of float is too large a part of the 8 powers of two that are left to overflow
     const bool fine = fabsf(reference) < 0x1p20f;
-    plan.fast = a.two_sided && finite && fine && reference <= low && !plan.certain && !a.exact;
+    plan.fast = a.two_sided && finite && fine && least <= reference && reference <= fmaxf(low, most) && !plan.certain && !a.exact;
     plan.reference = plan.fast ? reference : 0.0f;
     // exact but where it is so small that nothing it multiplies would show in float16
     plan.output_scale = *a.scale / plan.gradient_scale;
@@ -104,15 +108,17 @@ __device__ __forceinline__ float entry_of(const Plan& plan, const EpilogueScales
 // Every block computes the plan itself, from one entry for each LANES rows: that is cheaper than a launch of its own.
 // The first block stores it for the kernels that follow.
 extern "C" __global__ void __launch_bounds__(256) epilogue_scales(const __grid_constant__ EpilogueScalesArguments a) {
-    float peaks[5] = {-infinity(), -infinity(), -infinity(), 0.0f, 0.0f};
+    float peaks[6] = {-infinity(), -infinity(), -infinity(), 0.0f, 0.0f, -infinity()};
 #pragma unroll 2
     for (long long i = threadIdx.x; i < a.programs; i += THREADS) {
         const float4 some = reinterpret_cast<const float4*>(a.peaks)[2 * i];
+        const float2 more = reinterpret_cast<const float2*>(a.peaks)[4 * i + 2];
         peaks[0] = fmaxf(peaks[0], some.x);
         peaks[1] = fmaxf(peaks[1], some.y);
         peaks[2] = fmaxf(peaks[2], some.z);
         peaks[3] = fmaxf(peaks[3], some.w);
-        peaks[4] = fmaxf(peaks[4], a.peaks[8 * i + 4]);
+        peaks[4] = fmaxf(peaks[4], more.x);
+        peaks[5] = fmaxf(peaks[5], more.y);
     }
     block_largest(peaks);
     const Plan plan = plan_of(peaks, a);

@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(256) weight_bounds(const __grid_con
     const long long first = (of_rows ? blockIdx.x : blockIdx.x - row_blocks) * LANES;
     const double bias = a.bias == nullptr ? 0.0 : *a.bias;
     const float upstream = a.upstream == nullptr ? 1.0f : *a.upstream;
-    float peaks[5] = {-infinity(), -infinity(), -infinity(), 0.0f, 0.0f};
+    float peaks[6] = {-infinity(), -infinity(), -infinity(), 0.0f, 0.0f, -infinity()};
 #pragma unroll
     for (int k = 0; k < LANES / THREADS; ++k) {
         const long long i = first + k * THREADS + threadIdx.x;
@@ -41,6 +41,8 @@ extern "C" __global__ void __launch_bounds__(256) weight_bounds(const __grid_con
         if (w != 0.0f) {
             peaks[0] = fmaxf(peaks[0], log > -infinity() ? -log : infinity());
             peaks[2] = fmaxf(peaks[2], -w);
+            // bars are relative to the largest of their row: there N says nothing of what a term counts
+            peaks[5] = fmaxf(peaks[5], bars ? infinity() : -(negatives > -infinity() ? negatives : log));
             if (bars || is_certain(negatives, positives, target)) peaks[4] = 1.0f;
         }
     }
@@ -48,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(256) weight_bounds(const __grid_con
     if (threadIdx.x != 0) return;
     float4* to = reinterpret_cast<float4*>(a.peaks) + 2 * blockIdx.x;
     to[0] = make_float4(peaks[0], peaks[1], peaks[2], peaks[3]);
-    to[1] = make_float4(peaks[4], 0.0f, 0.0f, 0.0f);
+    to[1] = make_float4(peaks[4], peaks[5], 0.0f, 0.0f);
 }
 
 }  // namespace contrastile
