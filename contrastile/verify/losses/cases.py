@@ -238,7 +238,7 @@ _OPTIONS = (
         "the sum over positives inside of the logarithm",
         *(HIGH, _ROWWISE, _optional(_few, weighted=False, **_SHARED, **_INSIDE)),
     ),
-    _option("inside@labels", "SupCon's L_in", HIGH, ("sup_con",), _optional(**_INSIDE), 301, 24),
+    _option("inside@labels", "SupCon's L_in", HIGH, ("sup_con",), _optional(labelled(distinct), **_INSIDE), 301, 24),
     _option("smoothing", "label smoothing", 20.0, _ROWWISE, _optional(label_smoothing=0.3)),
     _option(
         "smoothing@ids",
