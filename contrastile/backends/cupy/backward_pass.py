@@ -142,7 +142,7 @@ class _BackwardPass:
         self.entries = None if self.tiles.pairs.positives is None else empty(self.m)
         self.dtype, size = self.tiles.dtype, self.tiles.rows.itemsize
         self.factors = None if kept is None else Factors(kept, self.m, self.n, weights.columns is not None)
-        self.start, self.in_place = 0 if kept is None else kept.rows, None
+        self.start = 0 if kept is None else kept.rows
         usual = kept is None and block.values is None and options.tile is None
         self.narrow = only_rows and usual and self.tiles.narrow
         if self.narrow:
@@ -152,8 +152,11 @@ class _BackwardPass:
             rest = max(1, self.m - self.start)
             step = self.tiles.family.step
             self.height, self.width = backward_chunk(rest, self.n, size, step, options)
-            if kept is not None and not is_keep_given(options):
-                self.height, self.in_place = min(self.height, kept.room(self.width) // step * step), kept
+            # G of the other rows comes in the place of what was kept, unless memory for that was asked for
+            self.place: Any = None
+            if kept is not None and self.start < self.m and not is_keep_given(options):
+                self.place = kept.place(self.width)
+                self.height = min(self.height, self.place.shape[0] // step * step)
             self.products = Products()
         self._precheck(upstream)
 
@@ -237,6 +240,8 @@ class _BackwardPass:
         rows.finalize(sums, 0, shares)
         if columns.sums is not None:
             factors.multiply(self.tiles, self.plan, columns.sums, columns.shares, across=True)
+        if self.place is not None:
+            factors.kept.spend()
 
     def _other_rows(self, rows: _Rows, columns: _Columns) -> None:
         """The other rows, finalized as soon as their sums are complete, while they may still be in the cache."""
@@ -251,8 +256,9 @@ class _BackwardPass:
 
     def _chunks(self) -> Iterator[tuple[Any, Chunk]]:
         """G of each chunk, formed in the one workspace, and where it lies."""
-        place = workspace if self.in_place is None else self.in_place.give_way
-        space = place(self.height, self.width, self.tiles.rows.dtype)
+        space = self.place
+        if space is None:
+            space = workspace(self.height, self.width, self.tiles.rows.dtype)
         for chunk in chunks(self.m, self.n, self.height, self.width, self.start):
             g = space[: chunk.height, : chunk.width]
             self._tiles(g, chunk)

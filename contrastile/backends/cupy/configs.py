@@ -173,7 +173,7 @@ def weighted_shares(lines: int, width: int, depth: int) -> int:
 
 
 def keeping_pays(m: int, n: int, width: int) -> bool:
-    """Whether a block's step is faster with all exponentials kept.
+    """Whether a step of m rows is faster with their exponentials kept.
 
     It is where both products fill the multiprocessors; of narrow features less will do, whose G costs more than its
     products.

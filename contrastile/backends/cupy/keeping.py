@@ -55,6 +55,13 @@ def size_of(rows: int, n: int) -> int:
     return 2 * rows * kept_stride(n) + PLAN_BYTES if rows else 0
 
 
+def _matrix(memory: Any, width: int) -> Any:
+    """As many rows of so many elements as fit in it, each at a multiple of 16 bytes."""
+    stride = kept_stride(width)
+    rows = int(memory.shape[0]) // (2 * stride)
+    return memory[: 2 * rows * stride].view(KEPT_DTYPE).reshape(rows, stride)[:, :width]
+
+
 @dataclass(frozen=True, slots=True)
 class KeptExponentials:
     """The exponentials of a block's first rows, followed by the plan of the pass that kept them.
@@ -81,24 +88,22 @@ class KeptExponentials:
         if memory is None:
             return None
         size = memory.shape[0] - PLAN_BYTES
-        exponentials = memory[:size].view(KEPT_DTYPE).reshape(-1, kept_stride(n))[:, :n]
-        return KeptExponentials(memory, exponentials, memory[size:])
+        return KeptExponentials(memory, _matrix(memory[:size], n), memory[size:])
 
     @property
     def rows(self) -> int:
         """How many rows have theirs kept."""
         return int(self.exponentials.shape[0])
 
-    def room(self, width: int) -> int:
-        """How many rows of so many elements of G fit in their place."""
-        return int(self.memory.shape[0] - PLAN_BYTES) // (2 * kept_stride(width))
+    def place(self, width: int) -> Any:
+        """As many rows of so many elements of G as fit in their place."""
+        return _matrix(self.memory[:-PLAN_BYTES], width)
 
-    def give_way(self, height: int, width: int, dtype: Any) -> Any:
-        """Memory for G in their place; nobody may take it for them another time."""
+    def spend(self) -> None:
+        """Nobody may take for them what is about to be written in their place."""
+        # where kernels are missing nothing is written either: see ``compiling.side_by_side``
         if not here.missing:
             self.plan.data.memset_async(255, PLAN_BYTES)
-        stride = kept_stride(width)
-        return self.memory[: 2 * height * stride].view(dtype).reshape(height, stride)[:, :width]
 
     def part(self, chunk: Chunk) -> Any:
         """The exponentials of a chunk."""

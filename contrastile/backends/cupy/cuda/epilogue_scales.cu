@@ -9,9 +9,10 @@ namespace contrastile {
 // An admitted logit is at most its row's and its column's log-sum-exp, so with r >= max L - 120 nothing admitted
 // overflows. With r <= N + 100 wherever a weight counts, a term that is flushed is less than 2^-26 of the negatives of
 // its row and of its column, for float16 2^-29: n of them are less than a rounding of G. Then the largest r is taken:
-// products of zeros cost the least energy, which limits the rate. Otherwise r <= L, and what is flushed costs at most 2^-126 in a probability; of those the r nearest 0 is taken.
-// A factor that counts is not flushed while log2 |u| - (L - r) >= -125, and none is infinite while |u| <= 2^20. Where no
-// r is left, the exact path is taken. peaks: those of weight_bounds, over all its blocks.
+// products of zeros cost the least energy, which limits the rate. Otherwise r <= L, and what is flushed costs at most
+// 2^-126 in a probability; of those the r nearest 0 is taken. A factor that counts is not flushed while
+// log2 |u| - (L - r) >= -125, and none is infinite while |u| <= 2^20. Where no r is left, the exact path is taken.
+// peaks: those of weight_bounds, over all its blocks.
 __device__ __forceinline__ Plan plan_of(const float (&peaks)[6], const EpilogueScalesArguments& a) {
     Plan plan{};
     plan.alpha = in_powers_of_two(*a.scale);
@@ -21,13 +22,15 @@ __device__ __forceinline__ Plan plan_of(const float (&peaks)[6], const EpilogueS
     plan.certain = a.by_ids && peaks[4] > 0.0f;
     const float low = -peaks[0], high = peaks[1], room = log2f(-peaks[2] * plan.gradient_scale) + 125.0f;
     const float least = high - fminf(room, 120.0f);
-    const float most = peaks[3] * plan.gradient_scale <= 0x1p20f ? (a.half ? 97.0f : 100.0f) - peaks[5] : low;
+    const bool modest = peaks[3] * plan.gradient_scale <= 0x1p20f;
+    const float most = modest ? fmaxf(low, (a.half ? 97.0f : 100.0f) - peaks[5]) : low;
     // fmaxf passes over a NaN, of infinities that the comparisons fail for
     const float reference = most > low ? most : fmaxf(least, fminf(low, 0.0f));
     const bool finite = low > -infinity() && high < infinity() && room > -infinity();
     // beyond 2^20 a step of float is too large a part of the 8 powers of two that are left to overflow
     const bool fine = fabsf(reference) < 0x1p20f;
-    plan.fast = a.two_sided && finite && fine && least <= reference && reference <= fmaxf(low, most) && !plan.certain && !a.exact;
+    const bool between = least <= reference && reference <= most;
+    plan.fast = a.two_sided && finite && fine && between && !plan.certain && !a.exact;
     plan.reference = plan.fast ? reference : 0.0f;
     // exact but where it is so small that nothing it multiplies would show in float16
     plan.output_scale = *a.scale / plan.gradient_scale;
