@@ -7,13 +7,14 @@ float64, so that a mean over millions of rows costs no accuracy.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 from contrastile.backends import crossing
 from contrastile.backends.eager import imported
-from contrastile.backends.objectives import SOFTMAX, added
+from contrastile.backends.objectives import added, terms
 from contrastile.backends.pairs import merged_pairs
 
 Array = Any
@@ -87,7 +88,7 @@ class ArrayLibrary:
 
     def softplus(self, x: Array) -> Array:
         """log(1 + exp x), to full relative accuracy also where it is tiny."""
-        return self.module.maximum(x, 0.0) + self.module.log1p(self.module.exp(-abs(x)))
+        return self.module.maximum(x, 0.0) + self.module.log1p(self.module.exp(-self.module.abs(x)))
 
     def concat(self, xs: list[Array]) -> Array:
         """Joined along the first axis."""
@@ -110,7 +111,11 @@ class ArrayLibrary:
 
         Each side: N, P and S of ``contract.SideStatistics``, float64, and weights and targets, state dtype, (l,) each.
         """
-        return added(self, [SOFTMAX.total(self, *side) for side in sides], dtype)
+        return added(self, [terms("softmax").total(self, *side) for side in sides], dtype)
+
+    def fused(self, function: Callable[..., Any], fixed: tuple[Any, ...], *given: Array) -> Any:
+        """``function(library, *fixed, *given)``, elementwise but for a last sum: one kernel if the library can."""
+        return function(self, *fixed, *given)
 
     def inner(self, a: Array, b: Array) -> Array:
         """``sum_ik a_ik b_ik``: products in the wider of the two dtypes, the sum over rows in float64, 0-d."""
@@ -198,6 +203,9 @@ class CupyArrays(ArrayLibrary):
         with like.device:
             return self.module.asarray(x, dtype=dtype)
 
+    def fused(self, function: Callable[..., Any], fixed: tuple[Any, ...], *given: Array) -> Any:
+        return _one_kernel(function, fixed)(*given)
+
     def merge(self, a: Array, b: Array) -> Array:
         # cupy.logaddexp(-inf, -inf) is NaN
         high = self.module.maximum(a, b)
@@ -209,8 +217,9 @@ class CupyArrays(ArrayLibrary):
             return x.sum(dtype="float64")
         # along the first axis: CuPy sums a column in one block of threads, and columns are few
         several = len(x) // 64
-        parts = x[: 64 * several].reshape(64, several, *x.shape[1:]).sum(1, dtype="float64")
-        return parts.sum(0) + x[64 * several :].sum(0, dtype="float64")
+        parts, rest = x[: 64 * several].reshape(64, several, *x.shape[1:]), x[64 * several :]
+        found = parts.sum(1, dtype="float64").sum(0)
+        return found + rest.sum(0, dtype="float64") if len(rest) else found
 
     def inner(self, a: Array, b: Array) -> Array:
         # CuPy has no product of two dtypes; chunks bound the temporary
@@ -227,6 +236,13 @@ class CupyArrays(ArrayLibrary):
 
     def from_numpy(self, x: Any) -> Array:
         return self.module.asarray(x)
+
+
+@cache
+def _one_kernel(function: Callable[..., Any], fixed: tuple[Any, ...]) -> Any:
+    """What CuPy writes of the function's operations; compiled for the dtypes that it is first given."""
+    cupy = sys.modules["cupy"]
+    return cupy.fuse(kernel_name=function.__name__)(lambda *given: function(CupyArrays(cupy), *fixed, *given))
 
 
 class TorchArrays(ArrayLibrary):

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from contrastile.backends.contract import Array, Bars, SideWeights
-from contrastile.backends.objectives import SOFTMAX, STATISTICS, Objective, Terms
+from contrastile.backends.objectives import STATISTICS, Objective, Terms, terms
 
 
-def _weighted(objective: Objective, arrays: Any, n: Array, p: Array, weight: Array) -> Bars:
-    """The bars of ``sum_i w_i value_i``; 0 where the weight is."""
+def _weighted(arrays: Any, objective: Objective, n: Array, p: Array, weight: Array) -> Sequence[Array]:
+    """The bars of ``sum_i w_i value_i``, of the lowered N; 0 where the weight is."""
     weight = arrays.cast(weight, "float64")
-    return Bars(*(arrays.where(weight == 0, 0.0, weight * bar) for bar in objective.bars(arrays, n, p)))
+    return tuple([arrays.where(weight == 0, 0.0, weight * bar) for bar in objective.derivatives(arrays, n, p)])
 
 
 def side_weights(terms: Terms, arrays: Any, lses: Sequence[Array], weight: Array, target: Array) -> SideWeights:
@@ -22,15 +22,18 @@ def side_weights(terms: Terms, arrays: Any, lses: Sequence[Array], weight: Array
     if terms.kind == STATISTICS:
         given = Bars(*(arrays.contiguous(weight[:, i]) for i in range(3)))
         return SideWeights(n, p, given.negative, target, given)
-    bars = None if terms.fused else _weighted(terms.objective, arrays, n, p, weight)
-    return SideWeights(n, p, weight, target, bars)
+    return SideWeights(n, p, weight, target, None if terms.fused else _bars(terms, arrays, n, p, weight))
 
 
 def bars_of(arrays: Any, side: SideWeights) -> Bars:
     """The bars of a side, formed of its weights where it has none."""
     if side.bars is not None:
         return side.bars
-    return _weighted(SOFTMAX, arrays, *side[:3])
+    return _bars(terms("softmax"), arrays, *side[:3])
+
+
+def _bars(terms: Terms, arrays: Any, n: Array, p: Array, weight: Array) -> Bars:
+    return Bars(*arrays.fused(_weighted, (terms.objective,), terms.lowered(arrays, n), p, weight))
 
 
 FAR = 1000.0
@@ -45,18 +48,26 @@ def normalised(arrays: Any, side: SideWeights, dtype: str) -> tuple[SideWeights,
     what ``dtype`` holds, and L and r make good what rounding takes from them.
     """
     assert side.bars is not None
-    xp, (negative, positive, spread) = arrays.module, side.bars
-    size = xp.maximum(xp.maximum(abs(negative), abs(positive)), abs(spread))
+    given = side.negative_lse, side.positive_lse, side.target, *side.bars
+    lse, weight, target, share = arrays.fused(_normalised, (dtype,), *given)
+    return SideWeights(lse, side.positive_lse, weight, target), share
+
+
+def _normalised(
+    arrays: Any, dtype: str, n: Array, p: Array, target: Array, negative: Array, positive: Array, spread: Array
+) -> Sequence[Array]:
+    """L, w, t and r."""
+    xp = arrays.module
+    size = xp.maximum(xp.maximum(xp.abs(negative), xp.abs(positive)), xp.abs(spread))
     weight = arrays.cast(xp.copysign(size, negative), dtype)
     w = arrays.cast(weight, "float64")
     # a silent row divides by 1
     w = arrays.where(w == 0, 1.0, w)
-    t = arrays.cast(side.target, "float64")
-    target = arrays.cast(t * (spread / w), dtype)
+    t = arrays.cast(target, "float64")
+    rounded = arrays.cast(t * (spread / w), dtype)
     # the bar by D that the rounded target stands for
-    whole = arrays.where(t == 0, spread / w, arrays.cast(target, "float64") / arrays.where(t == 0, 1.0, t))
+    whole = arrays.where(t == 0, spread / w, arrays.cast(rounded, "float64") / arrays.where(t == 0, 1.0, t))
     below = xp.log(negative / w)
-    lse = side.negative_lse - arrays.where(below < -FAR, -FAR, below)
+    lse = n - arrays.where(below < -FAR, -FAR, below)
     # where there are no negatives, any L is right that is no infinity
-    lse = arrays.where(side.negative_lse == -math.inf, side.positive_lse, lse)
-    return SideWeights(lse, side.positive_lse, weight, target), (1.0 - whole) - positive / w
+    return arrays.where(n == -math.inf, p, lse), weight, rounded, (1.0 - whole) - positive / w

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -30,29 +30,49 @@ class Objective:
         unpaired: ``unpaired(arrays, n, p)``, the value of a row without a positive, or with a target of 0.
         bars: ``bars(arrays, n, p)``, its derivatives, (m,) each; one may be a number.
         counts: whether the logarithm of the number of positives is added to ``value``.
+        share: see ``Terms.smoothing``.
     """
 
     value: Callable[[Any, Array, Array, Array], Array]
     unpaired: Callable[[Any, Array, Array], Array]
     bars: Callable[[Any, Array, Array], Sequence[Any]]
     counts: bool = False
+    share: float = 0.0
 
-    def total(self, arrays: Any, n: Array, p: Array, positive_sum: Array, weight: Array, target: Array) -> Array:
-        """``sum_i w_i value_i`` in float64, 0-d: N, P and S of ``contract.SideStatistics``, with ``D = P - t S``."""
-        s, weight = head(arrays.cast(positive_sum, "float64")), arrays.cast(weight, "float64")
-        # of lone positives P - t S is nothing
-        target = arrays.cast(target, "float64") if p is positive_sum else reciprocal_of_count(arrays, target)
-        # a log-sum-exp is never below a mean of its own terms: rounding that says so is projected back
-        spread = arrays.maximum(head(p) - target * s, 0.0)
-        # a positive whose logit is -inf is no missing one
-        missing = (target == 0) | ((head(p) == -math.inf) & (s == 0))
-        # 0 x target: a target of NaN is how a bad positive comes through where values cannot be read
-        paired = self.value(arrays, n, p, spread)
-        if self.counts:
-            paired = paired - arrays.module.log(target)
-        value = arrays.where(missing, self.unpaired(arrays, n, p) + 0.0 * target, paired)
-        # a weight of 0 silences a row that admits nothing, whose log-sum-exp is -inf
-        return arrays.total(arrays.where(weight == 0, 0.0, weight * value))
+    def derivatives(self, arrays: Any, n: Array, p: Array) -> Sequence[Any]:
+        """``bars`` with the share."""
+        by_n, by_p, by_d = self.bars(arrays, n, p)
+        return by_n, by_p + self.share, by_d - self.share
+
+
+def _weighted_value(
+    arrays: Any,
+    objective: Objective,
+    lone: bool,
+    n: Array,
+    lowered: Array,
+    p: Array,
+    positive_sum: Array,
+    weight: Array,
+    target: Array,
+) -> Array:
+    """``w_i value_i`` in float64, (m,): see ``Terms.total``. ``lone``: whether S is P, of lone positives."""
+    s, weight = head(arrays.cast(positive_sum, "float64")), arrays.cast(weight, "float64")
+    # of lone positives P - t S is nothing
+    target = arrays.cast(target, "float64") if lone else reciprocal_of_count(arrays, target)
+    # a log-sum-exp is never below a mean of its own terms: rounding that says so is projected back
+    spread = arrays.maximum(head(p) - target * s, 0.0)
+    # a positive whose logit is -inf is no missing one
+    missing = (target == 0) | ((head(p) == -math.inf) & (s == 0))
+    # 0 x target: a target of NaN is how a bad positive comes through where values cannot be read
+    paired = objective.value(arrays, lowered, p, spread)
+    if objective.share:
+        paired = paired + objective.share * (head(p) - spread)
+    if objective.counts:
+        paired = paired - arrays.module.log(target)
+    value = arrays.where(missing, objective.unpaired(arrays, n, p) + 0.0 * target, paired)
+    # a weight of 0 silences a row that admits nothing, whose log-sum-exp is -inf
+    return arrays.where(weight == 0, 0.0, weight * value)
 
 
 def _softmax_bars(arrays: Any, n: Array, p: Array) -> Sequence[Any]:
@@ -106,26 +126,20 @@ class Terms:
 
     @property
     def objective(self) -> Objective:
-        """The loss of one side."""
-        plain, margin, share = OBJECTIVES[self.kind], self.margin, self.smoothing or 0.0
-        if margin is None and not share:
-            return plain
+        """The loss of one side, of the lowered N."""
+        return replace(OBJECTIVES[self.kind], share=self.smoothing or 0.0)
 
-        def lowered(arrays: Any, n: Array) -> Array:
-            if margin is None or n.ndim == 1:
-                return n if margin is None else n + margin
-            return arrays.module.stack((n[:, 0] + margin, n[:, 1]), -1)
+    def lowered(self, arrays: Any, n: Array) -> Array:
+        """``N + s m``: N beside positives that are lower by the margin."""
+        if self.margin is None or n.ndim == 1:
+            return n if self.margin is None else n + self.margin
+        return arrays.module.stack((n[:, 0] + self.margin, n[:, 1]), -1)
 
-        def bars(arrays: Any, n: Array, p: Array) -> Sequence[Any]:
-            by_n, by_p, by_d = plain.bars(arrays, lowered(arrays, n), p)
-            return by_n, by_p + share, by_d - share
-
-        return Objective(
-            value=lambda arrays, n, p, d: plain.value(arrays, lowered(arrays, n), p, d) + share * (head(p) - d),
-            unpaired=plain.unpaired,
-            bars=bars,
-            counts=plain.counts,
-        )
+    def total(self, arrays: Any, n: Array, p: Array, positive_sum: Array, weight: Array, target: Array) -> Array:
+        """``sum_i w_i value_i`` in float64, 0-d: N, P and S of ``contract.SideStatistics``, with ``D = P - t S``."""
+        which = self.objective, p is positive_sum
+        given = n, self.lowered(arrays, n), p, positive_sum, weight, target
+        return arrays.total(arrays.fused(_weighted_value, which, *given))
 
 
 terms = lru_cache(maxsize=None)(Terms)
@@ -142,7 +156,7 @@ def loss(terms: Terms, arrays: Any, dtype: str, sides: Sequence[Sequence[Array]]
     if terms.kind == STATISTICS:
         found = [arrays.module.stack([head(n), head(p), spread(arrays, p, s, t)]).T for n, p, s, _, t in sides]
         return arrays.concat(found).T
-    return added(arrays, [terms.objective.total(arrays, *side) for side in sides], dtype)
+    return added(arrays, [terms.total(arrays, *side) for side in sides], dtype)
 
 
 def spread(arrays: Any, positive_lse: Array, positive_sum: Array, target: Array) -> Array:
@@ -166,4 +180,4 @@ def reciprocal_of_count(arrays: Any, target: Array) -> Array:
 
     ``P - t S`` is small beside P where positives have large logits: what t has lost there would be lost at P's size.
     """
-    return 1.0 / (1.0 / arrays.cast(target, "float64")).round()
+    return 1.0 / arrays.module.floor(1.0 / arrays.cast(target, "float64") + 0.5)

@@ -39,7 +39,7 @@ def _sums(weight: Array, even: float, parts: Sequence[Array]) -> list[Array]:
     sums = [source.full((parts[0].shape[1],), 0.0, "float64", parts[0]) for _ in range(2)]
     for features in parts:
         for here in _chunks(features):
-            x = source.cast(features[here], state)
+            x = features[here]
             w = source.cast(weight[ends + here.start : ends + here.stop], state)[:, None]
             sums = [total + source.total(each, 0) for total, each in zip(sums, (w * x, x), strict=True)]
         ends += features.shape[0]
@@ -91,7 +91,7 @@ class Smoothing:
         share, mean = (arrays.cast(times * x, state) for x in (by_even, by_weight))
         for here in _chunks(found):
             part = arrays.cast(weight[start + here.start : start + here.stop], state)[:, None] * mean + share
-            found[here] = arrays.cast(arrays.cast(found[here], state) + part, dtype)
+            arrays.add(found[here], part, found[here])
 
 
 def value(problem: Problem, loss: Array, arrays: ArrayLibrary) -> Array:

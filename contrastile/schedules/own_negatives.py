@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 
-from contrastile.backends.arrays import library_of
+from contrastile.backends.arrays import ArrayLibrary, library_of
 from contrastile.backends.bars import bars_of
 from contrastile.backends.contract import Array, Options, SideStatistics, state_dtype
 from contrastile.backends.pairs import head, pair
@@ -41,9 +41,9 @@ def _shared(problem: Problem) -> tuple[ModuleType, Problem, slice]:
 def _chunks(problem: Problem, options: Options) -> Iterator[tuple[slice, Array, list[Array], Array, Array]]:
     """Some rows at a time, where the features are, and their own columns: first, where there is one, the positive.
 
-    Gives the rows' place; their features (h, 1, d) and those of the positive (h, 1, d), if there is one, and the others
-    (h, k, d) in the state dtype; the logits, (h, c) float64, and which of them are those of negatives that count. What
-    lies beyond a row's count may be anything.
+    Gives the rows' place; their features (h, 1, d), in the state dtype; those of the positive (h, 1, d), if there is
+    one, and of the others (h, k, d); the logits, (h, c) float64, and which of them are those of negatives that count.
+    What lies beyond a row's count may be anything.
     """
     own, m, first = problem.columns[-1], problem.rows.shape[0], int(problem.own_positives)
     source = library_of(own)
@@ -59,13 +59,21 @@ def _chunks(problem: Problem, options: Options) -> Iterator[tuple[slice, Array, 
         here = slice(start, min(start + rows, m))
         counted = numbers[None] < counts[here][:, None]
         q = source.cast(problem.rows[here], state)[:, None]
-        both = [source.cast(own[start * each : here.stop * each], state).reshape((here.stop - start, each, width))]
+        both = [own[start * each : here.stop * each].reshape((here.stop - start, each, width))]
         if first:
-            both.insert(0, source.cast(problem.columns[0][here], state)[:, None])
+            both.insert(0, problem.columns[0][here][:, None])
             counted = source.module.concatenate(((counts[here] < 0)[:, None], counted), 1)
-        dots = [(q * k).sum(-1) for k in both]
+        dots = [source.fused(_dots, (), q, k) for k in both]
         x = scale * source.cast(source.module.concatenate(dots, 1) if first else dots[0], "float64")
         yield here, q, both, x, counted if limits is None else counted & ~(x > limits[here][:, None])
+
+
+def _dots(arrays: ArrayLibrary, q: Array, k: Array) -> Array:
+    return arrays.module.sum(q * k, axis=2)
+
+
+def _weighed(arrays: ArrayLibrary, counted: Array, G: Array, k: Array) -> Array:
+    return arrays.module.sum(arrays.where(counted, G * k, 0.0), axis=1)
 
 
 def _statistics(problem: Problem, work: local.Work) -> SideStatistics:
@@ -127,15 +135,15 @@ def backward(
             G[:, 0] = by_p[here]
         G, scaled = (source.cast(y, state)[:, :, None] for y in (G, factor * G))
         if sums is not None:
-            known = source.where(counted[:, first:, None], both[-1], 0.0)
-            sums[here] = (G[:, first:] * known).sum(1) + (G[:, 0] * both[0][:, 0] if first else 0.0)
+            sums[here] = source.fused(_weighed, (), counted[:, first:, None], G[:, first:], both[-1])
+            if first:
+                sums[here] += G[:, 0] * both[0][:, 0]
         if of_key is not None:
-            of_key[here] = source.cast(scaled[:, 0] * q[:, 0], dtype)
+            xp.multiply(scaled[:, 0], problem.rows[here], out=of_key[here])
         if of_own is not None:
             each = x.shape[1] - first
-            of_own[here.start * each : here.stop * each] = source.cast(scaled[:, first:] * q, dtype).reshape(
-                (-1, own.shape[1])
-            )
+            there = of_own[here.start * each : here.stop * each].reshape((len(G), each, own.shape[1]))
+            xp.multiply(scaled[:, first:], q, out=there)
     module, shared, which = _shared(problem)
     wanted = replace(wanted, columns=wanted.columns[which])
     empty = () if shared.columns else tuple(source.empty(tuple(x.shape), state, x) for x in problem.columns[which])

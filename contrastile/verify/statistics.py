@@ -55,16 +55,18 @@ def bars(trial: Trial) -> Comparisons:
         raise SkipError("the sigmoid loss has no statistics")
     trial.only_finite()
     subject, problem, random = trial.subject, replace(trial.problem, kind="statistics"), trial.random()
-    forms = {"gradients": replace(subject.backend, finished=None, finished_columns=None)}
+    forms = {"gradients": replace(subject, backend=replace(subject.backend, finished=None, finished_columns=None))}
     if subject.backend.finished is not None:
-        forms["finished"] = subject.backend
+        forms["finished"] = subject
+    if trial.keeps and subject.keep is None:
+        forms["keep 64"] = replace(subject, keep=64)
     for label, by_spread in (("drawn", 1.0), ("without D", 0.0)):
         drawn = _drawn(random, problem)
         drawn[2] *= by_spread
         oracle = truth(problem, drawn)
         bound = subject.bounds(problem, oracle, drawn)
-        for form, backend in forms.items():
-            got = subject.run(problem, backend, upstream=drawn)
+        for form, each in forms.items():
+            got = each.run(problem, upstream=drawn)
             yield f"{label}, {form}", compare(got, oracle.outcome, bound, ("loss", *GRADIENT))
 
 

@@ -68,9 +68,7 @@ def finished(
     if block.rows.shape[0] == 0 or block.columns.shape[0] == 0:
         return no_gradients(block, columns, ARRAYS)
     with on_device(block.rows):
-        # a kept positive is divided by factors, which bars may make arbitrarily small
-        usable = weights.kept if weights.rows.bars is None else None
-        kept = KeptExponentials.of(usable, block.columns.shape[0])
+        kept = KeptExponentials.of(weights.kept, block.columns.shape[0])
         one = _BackwardPass(block, weights, options, upstream, kept, only_rows=columns is None)
         return one.final_gradients(columns)
 
