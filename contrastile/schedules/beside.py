@@ -57,7 +57,8 @@ def _chunks(features: Array) -> Iterator[slice]:
 class Smoothing:
     """The linear part of label smoothing, without the factor ``-e s``."""
 
-    def __init__(self, problem: Problem, arrays: ArrayLibrary) -> None:
+    def __init__(self, problem: Problem, arrays: ArrayLibrary, sums: Array | None = None) -> None:
+        """``sums``: those of an earlier one of this problem."""
         placement, blocks = problem.placement, problem.columns
         m, n = problem.rows.shape[0], sum(x.shape[0] for x in blocks)
         u, v = problem.row_weight, problem.column_weight
@@ -67,13 +68,14 @@ class Smoothing:
             self.even = 1.0 / m, 1.0 / n
         else:
             self.even = 1.0 / sum(placement.shards.rows), 1.0 / sum(placement.shards.widths)
-        source: Any = library_of(problem.rows)
-        sides = zip(self.weights, self.even, ((problem.rows,), blocks), strict=True)
-        sums = source.module.stack([x for side in sides for x in _sums(*side)])
-        if placement is not None and placement.size > 1:
-            (whole,) = gathered(placement, arrays, (sums[None], (1,) * placement.size))
-            sums = whole.sum(0)
-        self.sums = sums
+        if sums is None:
+            source: Any = library_of(problem.rows)
+            sides = zip(self.weights, self.even, ((problem.rows,), blocks), strict=True)
+            sums = source.module.stack([x for side in sides for x in _sums(*side)])
+            if placement is not None and placement.size > 1:
+                (whole,) = gathered(placement, arrays, (sums[None], (1,) * placement.size))
+                sums = whole.sum(0)
+        self.sums: Any = sums
 
     def value(self, scale: Array) -> Array:
         """``<sum_i u_i q_i, mean_j k_j> + <mean_i q_i, sum_j v_j k_j>``, beside the scale."""
@@ -94,11 +96,11 @@ class Smoothing:
             arrays.add(found[here], part, found[here])
 
 
-def value(problem: Problem, loss: Array, arrays: ArrayLibrary) -> Array:
-    """The loss with the linear part of label smoothing, 0-d, in the loss's dtype."""
-    scale = arrays.cast(problem.scale, "float64")
-    linear = Smoothing(problem, arrays).value(problem.scale)
-    return arrays.cast(arrays.cast(loss, "float64") - problem.smoothing * scale * linear, arrays.dtype(loss))
+def value(problem: Problem, loss: Array, arrays: ArrayLibrary) -> tuple[Array, Array]:
+    """The loss with the linear part of label smoothing, 0-d, in the loss's dtype; and the sums behind that."""
+    scale, smoothing = arrays.cast(problem.scale, "float64"), Smoothing(problem, arrays)
+    linear = problem.smoothing * scale * smoothing.value(problem.scale)
+    return arrays.cast(arrays.cast(loss, "float64") - linear, arrays.dtype(loss)), smoothing.sums
 
 
 def gradients(
@@ -108,8 +110,12 @@ def gradients(
     wanted: local.Wanted,
     found: local.Gradients,
     arrays: ArrayLibrary,
+    sums: Array | None,
 ) -> local.Gradients:
-    """The gradients of the blocks, ``found``, which are written to, with those of what is beside them."""
+    """The gradients of the blocks, ``found``, which are written to, with those of what is beside them.
+
+    ``sums`` are those that ``value`` gave.
+    """
     placement, ranks = problem.placement, 1 if problem.placement is None else problem.placement.size
     factor = arrays.cast(upstream, "float64") * (1.0 if placement is None else placement.factor)
     of_scale = arrays.full((), 0.0, "float64", problem.scale)
@@ -119,7 +125,7 @@ def gradients(
         total = problem.margin * sum(bars)
         of_scale = of_scale + (total if placement is None else summed(placement, arrays, total)[0])
     if problem.smoothing is not None:
-        smoothing = Smoothing(problem, arrays)
+        smoothing = Smoothing(problem, arrays, sums)
         times = -problem.smoothing * factor
         of_scale = of_scale + times * smoothing.value(problem.scale)
         scaled, start = times * arrays.cast(problem.scale, "float64"), 0

@@ -63,7 +63,10 @@ def _chunks(problem: Problem, options: Options) -> Iterator[tuple[slice, Array, 
         if first:
             both.insert(0, problem.columns[0][here][:, None])
             counted = source.module.concatenate(((counts[here] < 0)[:, None], counted), 1)
-        dots = [source.fused(_dots, (), q, k) for k in both]
+        # strips of a width that a sum along the others reads well
+        strip = math.gcd(width, 8)
+        strips = [x.reshape((*x.shape[:2], width // strip, strip)) for x in (q, *both)]
+        dots = [source.fused(_dots, (), strips[0], k).sum(-1) for k in strips[1:]]
         x = scale * source.cast(source.module.concatenate(dots, 1) if first else dots[0], "float64")
         yield here, q, both, x, counted if limits is None else counted & ~(x > limits[here][:, None])
 
