@@ -145,7 +145,7 @@ def test_a_page_that_says_something_else_is_found_out(tmp_path: Path, capsys: py
     assert make_pages.main([*how, "--check"]) == 0
     text = page.read_text()
     assert re.search("^before\n<!-- .* -->\n\n### NVIDIA H200\n.*\n\n<!-- end -->\nafter\n", text, re.DOTALL)
-    page.write_text(text.replace("82.7 %", "82.8 %"))
+    page.write_text(re.sub(r"\d\d\.\d %", "0.1 %", text, count=1))
     assert make_pages.main([*how, "--check"]) == 1
     page.write_text(text)
     chart = tmp_path / "docs" / "assets" / "home.svg"
