@@ -45,18 +45,9 @@ class Objective:
         return by_n, by_p + self.share, by_d - self.share
 
 
-def _weighted_value(
-    arrays: Any,
-    objective: Objective,
-    lone: bool,
-    n: Array,
-    lowered: Array,
-    p: Array,
-    positive_sum: Array,
-    weight: Array,
-    target: Array,
-) -> Array:
+def _weighted_value(arrays: Any, objective: Objective, lone: bool, lowered: Array, *side: Array) -> Array:
     """``w_i value_i`` in float64, (m,): see ``Terms.total``. ``lone``: whether S is P, of lone positives."""
+    n, p, positive_sum, weight, target = side
     s, weight = head(arrays.cast(positive_sum, "float64")), arrays.cast(weight, "float64")
     # of lone positives P - t S is nothing
     target = arrays.cast(target, "float64") if lone else reciprocal_of_count(arrays, target)
@@ -138,7 +129,7 @@ class Terms:
     def total(self, arrays: Any, n: Array, p: Array, positive_sum: Array, weight: Array, target: Array) -> Array:
         """``sum_i w_i value_i`` in float64, 0-d: N, P and S of ``contract.SideStatistics``, with ``D = P - t S``."""
         which = self.objective, p is positive_sum
-        given = n, self.lowered(arrays, n), p, positive_sum, weight, target
+        given = self.lowered(arrays, n), n, p, positive_sum, weight, target
         return arrays.total(arrays.fused(_weighted_value, which, *given))
 
 
