@@ -8,9 +8,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from cupy_hosted import hosted
@@ -39,27 +37,6 @@ def test_what_is_installed_and_does_not_load_is_unavailable_with_a_reason_and_a_
     )
     with pytest.raises(BackendUnavailableError, match=expected):
         registry.load("cupy")
-
-
-@pytest.mark.parametrize(
-    ("version", "said"),
-    [
-        ("3.4.0", "triton must be 3.5 or newer, got 3.4.0; run: pip install 'contrastile[triton]'"),
-        ("3.5.0a0+git1", None),
-        ("3.10", None),
-        ("4", None),
-        (None, None),
-    ],
-)
-def test_a_package_that_is_too_old_is_said_to_be(
-    version: str | None, said: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "_is_there", lambda name: True)
-    monkeypatch.setattr(registry, "installed_version", {"torch": "2.6.0", "triton": version}.get)
-    assert registry.available()["triton"] == said
-    if said:
-        with pytest.raises(BackendUnavailableError, match=r"^backend 'triton' is not available: triton must be 3\.5"):
-            registry.load("triton")
 
 
 def test_packages_may_be_as_old_as_pyproject_lets_them() -> None:
@@ -98,28 +75,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         choice.explained.cache_clear()
 
     return made
-
-
-def test_a_guide_is_for_backends_that_take_one(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(90, "triton", "cupy")
-    taken = {"cupy": {"bfloat16"}, "triton": {"bfloat16", "float32"}, "torch": {"float32"}}
-    monkeypatch.setattr(choice, "load", lambda name: SimpleNamespace(guides=taken[name]))
-    assert choose("torch", "cuda", "bfloat16", guide=True) == "cupy"
-    assert choose("torch", "cuda", "float32", guide=True) == "triton"
-    assert choose("torch", "cuda", "float32", "ieee", guide=True) == "torch"
-
-
-def test_the_fastest_that_can_be_used_is_taken(machine: Machine) -> None:
-    for capability in (0, 80, 100, 90):
-        machine(capability, "triton", "cupy")
-        assert {choose("torch", "cuda", "float32", precision) for precision in ("auto", "split")} == {"triton"}
-        assert choose("torch", "cuda:0", "bfloat16") == ("cupy" if capability == 90 else "triton")
-    assert choose("torch", "cuda", "float32", "ieee") == "cupy"
-    # the precision says nothing to other dtypes
-    assert choose("torch", "cuda", "bfloat16", "ieee") == "cupy"
-    # without tensor cores torch is faster than triton
-    machine(90, "triton")
-    assert choose("torch", "cuda", "float32", "ieee") == "torch"
 
 
 def test_what_cannot_be_used_is_passed_over_and_the_reason_is_told_once(
@@ -174,13 +129,6 @@ def test_nothing_is_loaded_behind_what_is_taken(monkeypatch: pytest.MonkeyPatch)
     assert choose("torch", "cuda", "bfloat16") == "cupy"
     assert choose("torch", "cuda", "float64") == "torch"
     assert asked == ["triton", "cupy"]
-
-
-def test_a_backend_that_computes_elsewhere_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "load", lambda name: replace(registry.load("torch"), devices=frozenset({"cpu"})))
-    monkeypatch.setattr(registry, "_is_there", lambda name: True)
-    assert choice.unusable("triton", "cuda") == "it runs on cpu here"
-    assert choice.unusable("triton", "cpu") is None
 
 
 def records() -> Iterator[Backend]:

@@ -50,13 +50,6 @@ def test_a_plain_loss_that_ignores_ids_does_not_agree() -> None:
     assert "ids" in found.reason
 
 
-def test_a_refusal_is_not_an_agreement() -> None:
-    found = agreement.check(peers.ours("numpy"), "bfloat16", "cpu", 10.0)
-    assert found.ratio is None
-    assert "takes float16, float32, float64 only" in found.reason
-    assert "runs on cpu only" in agreement.check(peers.ours("numpy"), "float32", "cuda", 10.0).reason
-
-
 def test_an_infinite_bound_proves_nothing() -> None:
     backend = replace(load("torch"), accuracy=lambda *of: Accuracy(unit=0.5, accumulate_unit=0.5))
     vague = replace(peers.ours("torch"), backend=backend)

@@ -1,7 +1,9 @@
-"""``contrastile bench`` from its options to its table, record, picture and exit code."""
+"""``contrastile bench`` from its options to its table, record, picture and exit code.
+
+What is skipped, in which words, and how long it measures: contrastile/verify/calls.txt.
+"""
 
 import argparse
-import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,9 +14,8 @@ from typing import Any
 import pytest
 
 from contrastile import cli
-from contrastile.bench import command, report, sweep
+from contrastile.bench import command, sweep
 from contrastile.bench.agreement import FEW_ROWS, check
-from contrastile.bench.command import add_arguments
 from contrastile.bench.sweep import Measurement, Sweep, SweepSettings
 from contrastile.bench.workloads import Workload
 
@@ -28,50 +29,18 @@ def a_small_check() -> Iterator[None]:
         yield
 
 
-def parsed(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return parser.parse_args(words)
-
-
 def bench(*words: str) -> int:
     return cli.main(["bench", *words])
 
 
-def swept(**changes: Any) -> Sweep:
-    values: dict[str, Any] = {"backends": ("torch",), "batches": (32,), "widths": (16,), "repeat": 1, "memory": False}
-    return sweep.run(SweepSettings(**{**values, **changes}), lambda what, steps: None)
-
-
-def test_everything_asked_for_is_measured_in_turns_smallest_first() -> None:
-    variants, done = ("aligned", "ragged", "ids"), list[int]()
-    backends = ("numpy", "torch")
-    chosen = SweepSettings(backends, (65, 33), (16,), variants, repeat=3, memory=False)
-    found = sweep.run(chosen, lambda what, steps: done.append(steps))
-    assert sum(done) == sweep.steps(chosen)
-    names = (*backends, "plain")
-    assert list(found.rows) == [
-        (name, Workload(variant, batch, 16)) for batch in (33, 65) for variant in variants for name in names
-    ]
-    rows = found.rows.values()
-    assert all(len(row.seconds) == len(row.matmul) == 3 and min(*row.seconds, *row.matmul) > 0 for row in rows)
-
-
-def test_figures_follow_from_the_samples() -> None:
+def test_times_are_those_of_the_same_implementation_aligned_and_have_quartiles() -> None:
     workload = Workload("ragged", 11, 8)
-    assert workload.flops == 8 * 10 * 10 * 5
-    found = swept(backends=(), batches=())
-    found.rows["a", workload] = Measurement(seconds=[1.0, 2.0, 4.0], matmul=[8000.0] * 3, peak_bytes=10)
-    found.rows["plain", workload] = Measurement(seconds=[2.0, 2.0, 2.0], matmul=[8000.0] * 3, peak_bytes=40)
+    found = Sweep(SweepSettings(("a",)), {})
+    found.rows["a", workload] = Measurement(seconds=[1.0, 2.0, 4.0], matmul=[8000.0] * 3)
     found.rows["a", replace(workload, variant="aligned")] = Measurement(seconds=[1.0, 1.0, 1.0], matmul=[8000.0] * 3)
-    found.rows["c", workload] = Measurement("no room")
-    ours, _, _, skipped = found.record()["rows"]
-    assert (ours["batch"], ours["width"], ours["gflops"], ours["share_of_matmul"]) == (10, 5, 2e-6, 0.25)
-    assert (ours["time_over_plain"], ours["time_over_aligned"], ours["memory_over_plain"]) == (1, 2, 0.25)
+    ours, _ = found.record()["rows"]
+    assert (ours["batch"], ours["width"], ours["time_over_aligned"], ours["time_over_plain"]) == (10, 5, 2, None)
     assert ours["seconds"] == {"lower": 1.5, "median": 2, "upper": 3, "samples": [1, 2, 4]}
-    assert (skipped["status"], skipped["reason"]) == ("skip", "no room")
-    assert sweep.matmul_side(Workload("aligned", 8192, 512).flops, "cpu") == 4096
-    assert sweep.matmul_side(1, "cpu") == 256
 
 
 def test_the_command_writes_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,60 +62,20 @@ def test_the_command_writes_json_and_a_picture(tmp_path: Path, capsys: pytest.Ca
     assert picture.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_what_is_not_given_is_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert command.settings(parsed("--quick", "--width", "7")).widths == (7,)
-    assert command.settings(parsed("--quick")).batches == (256, 512)
-    assert command.settings(parsed()).batches == (4096, 8192)
-    # which is float64, and for reference
-    assert "numpy" not in command.settings(parsed()).backends
-    monkeypatch.setattr(command, "available", lambda: {"numpy": None, "torch": "missing"})
-    assert command.settings(parsed()).backends == ("numpy",)
+def test_numpy_is_measured_only_where_there_is_no_other() -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    # it is float64, and for reference
+    assert "numpy" not in command.settings(parser.parse_args([])).backends
 
 
-def test_what_does_not_fit_or_takes_too_long_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all("raise --budget" in str(row.reason) and not row.seconds for row in swept(budget=0.0).rows.values())
-    monkeypatch.setattr(sweep.memory, "available_bytes", lambda device: 10**6)
-    ours, plain = swept(batches=(600,)).rows.values()
-    assert ours.seconds
-    assert not plain.seconds
-    assert "GiB are available" in str(plain.reason)
-
-
-def test_a_call_that_runs_out_of_memory_is_a_reason_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> None:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(sweep.memory, "peak_extra", full)
-    assert {row.reason for row in swept(memory=True).rows.values()} == {"raised MemoryError: no room"}
-
-
-def test_no_speed_of_what_disagrees_or_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    wrong = "contrastile.bench.plain.clip"
-    monkeypatch.setattr(wrong, lambda image, text, scale, ids: (image * text).sum() * scale)
-    data = tmp_path / "bench.json"
-    assert bench(*TINY, "--json", str(data)) == 1
-    rows = {row["implementation"]: row for row in json.loads(data.read_text())["rows"]}
-    assert rows["torch"]["status"] == "measured"
-    assert (rows["plain"]["status"], "seconds" in rows["plain"]) == ("skip", False)
-    assert "disagrees with the oracle" in rows["plain"]["reason"]
-
-    def raising(*args: Any, **more: Any) -> Any:
-        raise RuntimeError("two\nlines")
-
-    monkeypatch.setattr(wrong, raising)
-    assert [row.reason for row in swept().rows.values()] == ["raised RuntimeError: two lines", None]
-
-
-@pytest.mark.parametrize(("times", "rounds"), [((1.0, 1.0), 3), ((1.0, 2.0), 12)])
-def test_rounds_are_repeated_until_the_times_are_steady(
-    times: tuple[float, float], rounds: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_raises_while_it_is_checked_is_skipped_with_the_reason_smallest_first(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    turns = itertools.count()
-    monkeypatch.setattr(sweep, "seconds", lambda call, device: times[next(turns) // 7 % 2])
-    record = swept(repeat=3, most=12).record()
-    assert {len(row["seconds"]["samples"]) for row in record["rows"]} == {rounds}
-    report.show(record)
-    assert ("this machine is busy" in capsys.readouterr().out) == (rounds > 3)
+    monkeypatch.setattr("contrastile.bench.plain.clip", lambda *_, **how: 1 / 0)
+    found = sweep.run(SweepSettings((), (64, 32), (8,)), lambda what, steps: None)
+    why = "raised ZeroDivisionError: division by zero"
+    assert [(size.batch, row.reason) for (_, size), row in found.rows.items()] == [(32, why), (64, why)]
 
 
 @pytest.mark.parametrize("calls", [0, 20, 40])
