@@ -29,31 +29,23 @@ class Net(nn.Module):
 
 
 class Engine(Net):
-    """What deepspeed.initialize returns, as far as it is looked at; ``boundaries`` has one for each backward pass."""
+    """What deepspeed.initialize returns, as far as it is looked at. Backward passes: contrastile/verify/calls.txt."""
 
-    def __init__(self, stage: int, steps: int = 1) -> None:
+    _is_gradient_accumulation_boundary: bool | None = None
+    _running_engine_backward = False
+
+    def __init__(self, stage: int) -> None:
         super().__init__()
-        self.stage, self.steps, self.boundaries = stage, steps, list[Any]()
-        self._is_gradient_accumulation_boundary: bool | None = None
-        self._running_engine_backward = False
+        self.stage = stage
 
     def zero_optimization_stage(self) -> int:
         return self.stage
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         self._is_gradient_accumulation_boundary = is_boundary
 
     def backward(self, loss: Tensor) -> None:
-        self._running_engine_backward = True
         loss.backward()
-        self._running_engine_backward = False
-        self._backward_epilogue()
-
-    def _backward_epilogue(self) -> None:
-        self.boundaries.append(self._is_gradient_accumulation_boundary)
 
 
 Engine.__name__ = "DeepSpeedEngine"
@@ -102,25 +94,6 @@ def test_refused_before_any_gradient_and_mostly_before_any_forward(call: Callabl
         call(net)
     assert (net.calls > 0) == (told in [x for _, x in AFTER])
     assert net.weight.grad is None
-
-
-@pytest.mark.parametrize("way", ["cached_step", "loss.backward", "engine.backward"])
-def test_deepspeed_s_engine_makes_the_backward_passes_and_the_last_is_its_boundary(way: str) -> None:
-    engine, plain = Engine(2), Net()
-    step((plain, plain), (X, X / 2))
-    if way == "cached_step":
-        step((engine, engine), (X, X / 2), backward=engine.backward)
-    else:
-        loss = training.Cached(clip, (engine, engine), 2)(X, X / 2, scale=2.0)
-        loss.backward() if way == "loss.backward" else engine.backward(loss)
-    assert engine.boundaries == [*[False] * 5, None]
-    assert torch.equal(engine.weight.grad, plain.weight.grad)
-
-
-def test_deepspeed_accumulates_no_gradients_itself() -> None:
-    engine = Engine(1, steps=2)
-    with pytest.raises(RuntimeError, match=r"^gradient_accumulation_steps must be 1 for engine\.backward of a loss of"):
-        engine.backward(training.Cached(of_one, engine, 2)(X))
 
 
 @pytest.mark.parametrize(
