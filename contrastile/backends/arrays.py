@@ -113,8 +113,11 @@ class ArrayLibrary:
         """
         return added(self, [terms("softmax").total(self, *side) for side in sides], dtype)
 
-    def fused(self, function: Callable[..., Any], fixed: tuple[Any, ...], *given: Array) -> Any:
-        """``function(library, *fixed, *given)``, elementwise but for a last sum: one kernel if the library can."""
+    def in_one_kernel(self, function: Callable[..., Any], fixed: tuple[Any, ...], *given: Array) -> Any:
+        """``function(library, *fixed, *given)``, in one kernel where the library can.
+
+        The function is elementwise, and may end in a sum along an axis.
+        """
         return function(self, *fixed, *given)
 
     def inner(self, a: Array, b: Array) -> Array:
@@ -203,8 +206,8 @@ class CupyArrays(ArrayLibrary):
         with like.device:
             return self.module.asarray(x, dtype=dtype)
 
-    def fused(self, function: Callable[..., Any], fixed: tuple[Any, ...], *given: Array) -> Any:
-        return _one_kernel(function, fixed)(*given)
+    def in_one_kernel(self, function: Callable[..., Any], fixed: tuple[Any, ...], *given: Array) -> Any:
+        return _kernel_of(function, fixed)(*given)
 
     def merge(self, a: Array, b: Array) -> Array:
         # cupy.logaddexp(-inf, -inf) is NaN
@@ -239,7 +242,7 @@ class CupyArrays(ArrayLibrary):
 
 
 @cache
-def _one_kernel(function: Callable[..., Any], fixed: tuple[Any, ...]) -> Any:
+def _kernel_of(function: Callable[..., Any], fixed: tuple[Any, ...]) -> Any:
     """What CuPy writes of the function's operations; compiled for the dtypes that it is first given."""
     cupy = sys.modules["cupy"]
     return cupy.fuse(kernel_name=function.__name__)(lambda *given: function(CupyArrays(cupy), *fixed, *given))

@@ -33,7 +33,7 @@ def bars_of(arrays: Any, side: SideWeights) -> Bars:
 
 
 def _bars(terms: Terms, arrays: Any, n: Array, p: Array, weight: Array) -> Bars:
-    return Bars(*arrays.fused(_weighted, (terms.objective,), terms.lowered(arrays, n), p, weight))
+    return Bars(*arrays.in_one_kernel(_weighted, (terms.objective,), terms.lowered(arrays, n), p, weight))
 
 
 FAR = 1000.0
@@ -49,7 +49,7 @@ def normalised(arrays: Any, side: SideWeights, dtype: str) -> tuple[SideWeights,
     """
     assert side.bars is not None
     given = side.negative_lse, side.positive_lse, side.target, *side.bars
-    lse, weight, target, share = arrays.fused(_normalised, (dtype,), *given)
+    lse, weight, target, share = arrays.in_one_kernel(_normalised, (dtype,), *given)
     return SideWeights(lse, side.positive_lse, weight, target), share
 
 

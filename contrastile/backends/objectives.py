@@ -130,7 +130,7 @@ class Terms:
         """``sum_i w_i value_i`` in float64, 0-d: N, P and S of ``contract.SideStatistics``, with ``D = P - t S``."""
         which = self.objective, p is positive_sum
         given = self.lowered(arrays, n), n, p, positive_sum, weight, target
-        return arrays.total(arrays.fused(_weighted_value, which, *given))
+        return arrays.total(arrays.in_one_kernel(_weighted_value, which, *given))
 
 
 terms = lru_cache(maxsize=None)(Terms)

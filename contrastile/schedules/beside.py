@@ -21,7 +21,7 @@ from contrastile.schedules.problem import Problem
 from contrastile.schedules.sums import gathered, summed
 
 ELEMENTS = 2**24
-"""Features that are widened to the state dtype at a time."""
+"""Features that are multiplied in the state dtype at a time."""
 
 
 def alongside(x: Array, like: Array) -> Array:

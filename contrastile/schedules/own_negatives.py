@@ -22,7 +22,7 @@ from contrastile.schedules.problem import Problem
 from contrastile.schedules.sums import finalize_loss, gradients_over_ranks, scaled_weights
 
 ELEMENTS = 2**22
-"""Least number of features of own columns that are widened to the state dtype at a time."""
+"""Least number of features of own columns that are multiplied in the state dtype at a time."""
 BYTES = 32
 """Of the workspace for each of them on a GPU, where few large operations pay: four such arrays take half of it."""
 
@@ -66,7 +66,7 @@ def _chunks(problem: Problem, options: Options) -> Iterator[tuple[slice, Array, 
         # strips of a width that a sum along the others reads well
         strip = math.gcd(width, 8)
         strips = [x.reshape((*x.shape[:2], width // strip, strip)) for x in (q, *both)]
-        dots = [source.fused(_dots, (), strips[0], k).sum(-1) for k in strips[1:]]
+        dots = [source.in_one_kernel(_dots, (), strips[0], k).sum(-1) for k in strips[1:]]
         x = scale * source.cast(source.module.concatenate(dots, 1) if first else dots[0], "float64")
         yield here, q, both, x, counted if limits is None else counted & ~(x > limits[here][:, None])
 
@@ -138,7 +138,7 @@ def backward(
             G[:, 0] = by_p[here]
         G, scaled = (source.cast(y, state)[:, :, None] for y in (G, factor * G))
         if sums is not None:
-            sums[here] = source.fused(_weighed, (), counted[:, first:, None], G[:, first:], both[-1])
+            sums[here] = source.in_one_kernel(_weighed, (), counted[:, first:, None], G[:, first:], both[-1])
             if first:
                 sums[here] += G[:, 0] * both[0][:, 0]
         if of_key is not None:
