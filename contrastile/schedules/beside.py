@@ -68,14 +68,14 @@ class Smoothing:
             self.even = 1.0 / m, 1.0 / n
         else:
             self.even = 1.0 / sum(placement.shards.rows), 1.0 / sum(placement.shards.widths)
+        self.sums: Any = sums
         if sums is None:
             source: Any = library_of(problem.rows)
             sides = zip(self.weights, self.even, ((problem.rows,), blocks), strict=True)
-            sums = source.module.stack([x for side in sides for x in _sums(*side)])
+            self.sums = source.module.stack([x for side in sides for x in _sums(*side)])
             if placement is not None and placement.size > 1:
-                (whole,) = gathered(placement, arrays, (sums[None], (1,) * placement.size))
-                sums = whole.sum(0)
-        self.sums: Any = sums
+                (whole,) = gathered(placement, arrays, (self.sums[None], (1,) * placement.size))
+                self.sums = whole.sum(0)
 
     def value(self, scale: Array) -> Array:
         """``<sum_i u_i q_i, mean_j k_j> + <mean_i q_i, sum_j v_j k_j>``, beside the scale."""
