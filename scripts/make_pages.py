@@ -64,7 +64,7 @@ def readme(results: Path) -> str:
 
 def gpus(results: Path, *, several: bool) -> str:
     found = [each for each in timed(results, {"steps", "peers"}) if (tables.ranks(each[1]) > 1) == several]
-    return "\n\n".join(tables.gpu_section(*each) for each in tables.newest(found, "peers"))
+    return "\n\n".join(tables.gpu_section(*each) for each in tables.newest(found))
 
 
 def cpu(results: Path) -> str:
@@ -264,7 +264,7 @@ def made(root: Path, results: Path) -> Iterator[tuple[Path, str]]:
     if (results / "growth_cpu.json").exists():
         yield results / "growth_cpu.svg", growth_chart(results)
     alone = ((stem, data) for stem, data in timed(results, {"peers"}) if tables.ranks(data) == 1)
-    for i, (stem, data) in enumerate(tables.newest(alone, "peers")):
+    for i, (stem, data) in enumerate(tables.newest(alone)):
         yield results / f"{stem}.svg", tables.chart(data)
         if i == 0:
             yield root / "docs" / "assets" / "home.svg", tables.chart(data)

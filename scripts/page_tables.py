@@ -95,10 +95,10 @@ def recorded(stem: str, environment: Data) -> str:
     return f"{told}. [The record](../results/{stem}.json) has the commit, all versions and every sample."
 
 
-def newest(found: Iterable[tuple[str, Data]], part: str) -> list[tuple[str, Data]]:
-    """The latest record with such a part of each machine, the latest first."""
+def newest(found: Iterable[tuple[str, Data]]) -> list[tuple[str, Data]]:
+    """The latest record of ``peers`` of each machine, the latest first."""
     by_date = sorted(found, key=lambda each: str(each[1]["environment"]["date"]))
-    latest = {machine(data["environment"]): (stem, data) for stem, data in by_date if measured(data, part)}
+    latest = {machine(data["environment"]): (stem, data) for stem, data in by_date if measured(data, "peers")}
     return list(reversed(latest.values()))
 
 
