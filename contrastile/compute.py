@@ -162,10 +162,9 @@ def problem_loss(problem: Problem, work: local.Work, wanted: local.Wanted | None
         with local.quiet():
             if problem.kind != "sigmoid":
                 found: local.Forward = module.forward(problem, work, wanted=wanted)
-                if problem.smoothing is None:
-                    return found.loss, found.state
-                value, sums = beside.value(problem, found.loss, backend.arrays)
-                return value, (*found.state, sums)
+                if problem.smoothing is not None:
+                    found = beside.smoothed(problem, found, backend.arrays)
+                return found.loss, found.state
             several = problem.row_weight.ndim == 2
             value, sums = module.sigmoid(problem, wanted, local.weighing_positives(work) if several else work)
             return value, () if sums is None else sums.state
@@ -203,13 +202,11 @@ def problem_gradients(
                 return local.gradients_from_sums(problem, local.Sums.of(state), upstream, wanted, arrays)
             one = arrays.full((), 1.0, arrays.dtype(scale), scale) if upstream is None else upstream
             if problem.kind != "sigmoid":
-                # an operator leaves the log-sum-exps alone
-                summed = problem.smoothing is not None and len(state) > 4
-                saved = local.Forward.of(state[:-1] if summed else state)
+                saved = local.Forward.of(state)
                 found: local.Gradients = _module(problem).backward(problem, saved, one, wanted, work)
                 if problem.margin is None and problem.smoothing is None:
                     return found
-                return beside.gradients(problem, saved, one, wanted, found, arrays, state[-1] if summed else None)
+                return beside.gradients(problem, saved, one, wanted, found, arrays)
             sums = local.Sums.of(state)
             if placement is not None:
                 return gradients_over_ranks(problem, sums, one * placement.factor, wanted, arrays)

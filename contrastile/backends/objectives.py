@@ -118,7 +118,8 @@ class Terms:
     @property
     def objective(self) -> Objective:
         """The loss of one side, of the lowered N."""
-        return replace(OBJECTIVES[self.kind], share=self.smoothing or 0.0)
+        plain = OBJECTIVES[self.kind]
+        return replace(plain, share=self.smoothing) if self.smoothing else plain
 
     def lowered(self, arrays: Any, n: Array) -> Array:
         """``N + s m``: N beside positives that are lower by the margin."""

@@ -58,7 +58,7 @@ class Smoothing:
     """The linear part of label smoothing, without the factor ``-e s``."""
 
     def __init__(self, problem: Problem, arrays: ArrayLibrary, sums: Array | None = None) -> None:
-        """``sums``: those of an earlier one of this problem."""
+        """``sums``: what an earlier one of this problem has; an operator leaves none."""
         placement, blocks = problem.placement, problem.columns
         m, n = problem.rows.shape[0], sum(x.shape[0] for x in blocks)
         u, v = problem.row_weight, problem.column_weight
@@ -96,11 +96,12 @@ class Smoothing:
             arrays.add(found[here], part, found[here])
 
 
-def value(problem: Problem, loss: Array, arrays: ArrayLibrary) -> tuple[Array, Array]:
-    """The loss with the linear part of label smoothing, 0-d, in the loss's dtype; and the sums behind that."""
+def smoothed(problem: Problem, found: local.Forward, arrays: ArrayLibrary) -> local.Forward:
+    """The loss of the blocks with the linear part of label smoothing, and the sums behind that."""
     scale, smoothing = arrays.cast(problem.scale, "float64"), Smoothing(problem, arrays)
     linear = problem.smoothing * scale * smoothing.value(problem.scale)
-    return arrays.cast(arrays.cast(loss, "float64") - linear, arrays.dtype(loss)), smoothing.sums
+    loss = arrays.cast(arrays.cast(found.loss, "float64") - linear, arrays.dtype(found.loss))
+    return replace(found, loss=loss, smoothed=smoothing.sums)
 
 
 def gradients(
@@ -110,12 +111,8 @@ def gradients(
     wanted: local.Wanted,
     found: local.Gradients,
     arrays: ArrayLibrary,
-    sums: Array | None,
 ) -> local.Gradients:
-    """The gradients of the blocks, ``found``, which are written to, with those of what is beside them.
-
-    ``sums`` are those that ``value`` gave.
-    """
+    """The gradients of the blocks, ``found``, which are written to, with those of what is beside them."""
     placement, ranks = problem.placement, 1 if problem.placement is None else problem.placement.size
     factor = arrays.cast(upstream, "float64") * (1.0 if placement is None else placement.factor)
     of_scale = arrays.full((), 0.0, "float64", problem.scale)
@@ -125,7 +122,7 @@ def gradients(
         total = problem.margin * sum(bars)
         of_scale = of_scale + (total if placement is None else summed(placement, arrays, total)[0])
     if problem.smoothing is not None:
-        smoothing = Smoothing(problem, arrays, sums)
+        smoothing = Smoothing(problem, arrays, saved.smoothed)
         times = -problem.smoothing * factor
         of_scale = of_scale + times * smoothing.value(problem.scale)
         scaled, start = times * arrays.cast(problem.scale, "float64"), 0

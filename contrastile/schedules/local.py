@@ -71,6 +71,7 @@ class Forward:
         columns: (n,) float64 each, over the joined columns; None for a loss of one direction.
         gathered: the columns that this rank has collected from others, or from all; None where it has none.
         global_columns: of a gather of two directions N, P, v and t' of the columns of all ranks; None otherwise.
+        smoothed: the sums behind label smoothing: see ``beside.Smoothing``. None without it.
         kept: of each block, in the order of the schedule: see ``contract.Statistics``. Empty where nothing was kept.
     """
 
@@ -79,21 +80,22 @@ class Forward:
     columns: Lses | None = None
     gathered: Array | None = None
     global_columns: tuple[Array, ...] | None = None
+    smoothed: Array | None = None
     kept: tuple[Array | None, ...] = field(default=(), kw_only=True)
 
     @property
     def state(self) -> State:
         """All but the loss, as ``Forward.of`` takes it."""
         columns, everywhere = self.columns or (None,) * 2, self.global_columns or (None,) * 4
-        return *self.rows, *columns, self.gathered, *everywhere, *self.kept
+        return *self.rows, *columns, self.gathered, *everywhere, self.smoothed, *self.kept
 
     @staticmethod
     def of(state: State) -> Forward:
         """Of a state. Its first four, the log-sum-exps, are all that a process alone needs."""
         n, p, m, q = state[:4]
-        gathered, *everywhere = state[4:9] or (None,) * 5
+        gathered, *everywhere, smoothed = state[4:10] or (None,) * 6
         over = None if everywhere[0] is None else tuple(everywhere)
-        return Forward(None, (n, p), None if m is None else (m, q), gathered, over, kept=tuple(state[9:]))
+        return Forward(None, (n, p), None if m is None else (m, q), gathered, over, smoothed, kept=tuple(state[10:]))
 
 
 @dataclass(frozen=True, slots=True)
