@@ -103,7 +103,9 @@ def read_later(x: Array) -> Callable[[], Any | None] | None:
         host, event = _pinned(x), cuda.Event()
         host.copy_(x.detach(), non_blocking=True)
         event.record(cuda.current_stream(x.device))
-        return lambda: host.numpy() if not cuda.is_current_stream_capturing() and event.query() else None
+        # a view now: who asks may be inside a transform of torch.func, where no tensor gives one
+        values = host.numpy()
+        return lambda: values if not cuda.is_current_stream_capturing() and event.query() else None
     current, number = sys.modules["cupy"].cuda.get_current_stream, x.device.id
     if _captured(number):
         return None

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from capturing import captured, stepped
+from capturing import captured, stepped, unit_features
 from exchange import SECONDS, join
 
 import contrastile
@@ -33,9 +33,7 @@ BACKENDS, WIDTH = ["triton", "torch", "cupy"], 72
 
 def features(comm: Any, seed: int) -> list[Any]:
     """This rank's pairs."""
-    draw = torch.Generator("cuda").manual_seed(100 * seed + comm.rank)
-    x = torch.randn((2, 300 + 17 * comm.rank, WIDTH), device="cuda", generator=draw)
-    return [each.bfloat16() for each in torch.nn.functional.normalize(x, dim=2)]
+    return unit_features(2, 300 + 17 * comm.rank, WIDTH, seed=100 * seed + comm.rank)
 
 
 def replayed(graph: Any, found: list[Any], expected: list[Any]) -> bool:
