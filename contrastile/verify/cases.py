@@ -139,6 +139,19 @@ def _limits(draw: Draw, scale: float, guide: int | None = None) -> Problem:
     return with_limits(made if guide is None else with_guide(made, draw, "bfloat16", guide))
 
 
+def _vanished(draw: Draw, guide: int | None = None) -> Problem:
+    # near one direction, but for a row opposite to all columns: against a reference for all its terms vanish
+    rows, columns = (unit(unit(np.ones(40)) + x / 4) for x in units(draw, 33, 47, 40))
+    rows[3] *= -1.0
+    made = softmax_problem(rows, columns, 100.0, **_signed(draw, 33, 47))
+    made = with_limits(made if guide is None else with_guide(made, draw, "bfloat16", guide))
+    for limits in (made.row_limits, made.column_limits):
+        assert limits is not None
+        # this one has none at all
+        limits[7] = -np.inf
+    return made
+
+
 def _staircase(draw: Draw, sign: float) -> Problem:
     rows, columns = draw.standard_normal((17, 16)) / 4, draw.standard_normal((53, 16)) / 4
     rows[:, 0], columns[:, 0] = 1.0, sign * 3.0 * np.arange(53)
@@ -304,8 +317,10 @@ CASES: dict[str, Callable[[Draw], Problem]] = {
     "square-ragged": _of(units, 41, 41, 72, weights=_neighbours),
     "hot": _hot,
     "limits": partial(_limits, scale=10.0),
+    "limits@vanished": _vanished,
     "limits-hot": partial(_limits, scale=200.0),
     "guide": partial(_limits, scale=10.0, guide=23),
+    "guide@vanished": partial(_vanished, guide=19),
     "guide-hot": partial(_limits, scale=200.0, guide=71),
     "all-negative": _of(units, 33, 47, 40, np.abs, -1.0, scale=200.0),
     "opposite": _of(units, 33, 47, 40, lambda x: 1.0 + x / 8, -1.0, scale=100.0),

@@ -22,7 +22,7 @@ from contrastile.backends.cupy.common import (
     matrix,
     scalars,
 )
-from contrastile.backends.cupy.instances import TARGET, instance, positives_kernel
+from contrastile.backends.cupy.instances import LIMITED, TARGET, instance, positives_kernel
 from contrastile.backends.cupy.keeping import KeptExponentials
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, scratch
 from contrastile.backends.cupy.tiles import Tiles
@@ -83,9 +83,9 @@ class _SideState:
             return struct("Partials")()
         return struct("Partials")(stride=length, **{name: self._part(name) for name in self.names})
 
-    def fold(self, start: int, length: int, tiles: int, terms: int, ends: tuple[bool, bool]) -> Any:
+    def fold(self, start: int, length: int, tiles: int, terms: int, ends: tuple[bool, bool], empty: bool) -> Any:
         """How a chunk's partials join the state."""
-        to = {"state": self.scratch[0] + 8 * start, "lse": pointer(self.negative_lse, start)}
+        to = {"state": self.scratch[0] + 8 * start, "lse": pointer(self.negative_lse, start), "empty": empty}
         return self._joining("FoldSide", _SUMS, length, ends, tiles=tiles, terms=terms, **to)
 
     def fold_positives(self, start: int, length: int, tiles: int, ends: tuple[bool, bool]) -> Any:
@@ -196,9 +196,10 @@ class _ForwardPass:
         row, column, high, wide = chunk
         ends = (column == 0, column + wide == self.n), (row == 0, row + high == self.m)
         blocks = ceil_div(high, FOLD) + (ceil_div(wide, FOLD) if self.two_sided else 0)
+        limited = self.tiles.mask in LIMITED
         fold = struct("FoldArguments")(
-            rows=self.rows.fold(row, high, across, self.n, ends[0]),
-            columns=self.columns.fold(column, wide, down, self.m, ends[1]),
+            rows=self.rows.fold(row, high, across, self.n, ends[0], limited),
+            columns=self.columns.fold(column, wide, down, self.m, ends[1], limited),
             plan=self.plan,
         )
         path = "true" if safe else "false"

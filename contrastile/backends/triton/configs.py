@@ -83,7 +83,7 @@ _TABLE: dict[str, dict[str, dict[int, Config]]] = {
     },
     # a guide's dot products besides: two tiles in the registers
     "guided": {
-        "half": {80: Config(128, 64, 32, 4, 3, 2), 90: Config(64, 128, 64, 4, 3, 2)},
+        "half": {80: Config(128, 64, 32, 4, 3, 2), 90: Config(64, 128, 64, 4, 3, 2, group=16)},
         "tf32": {80: Config(64, 64, 32, 4, 3, 2)},
     },
     # positives by ids: their sums and counts besides

@@ -42,6 +42,9 @@ from contrastile.backends.triton.tiles import (
 # 64-bit sizes would be compiled for every divisibility; these are not
 _PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth", "guide_depth"]
 
+_LEAST = tl.constexpr(2.0**-126)
+"""The smallest number that no GPU takes for 0."""
+
 
 def quantities(safe: bool, matched: bool) -> int:
     """Partial results that a tile leaves of a row or column: see ``lse_tiles``."""
@@ -139,8 +142,9 @@ def _terms(
     EXCLUDED: tl.constexpr, IDS: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """The terms of a tile's sums (fast), or their logits (safe), without what is no negative; leaves the positives."""
-    path, masks, _limits, chunk, to = given
+    path, masks, limits, chunk, to = given
     alpha, reference, ends = path
+    row_limits, column_limits = limits
     positives, _excluded, _row_ids, _column_ids = masks
     m, n, row0, column0, height, width = chunk
     row_to, row_size, column_to, column_size = to
@@ -156,6 +160,9 @@ def _terms(
             x = tl.where((i < height)[:, None] & (j < width)[None, :], x, EMPTY)
     else:
         x = tl.math.exp2(acc * alpha - reference)
+        if row_limits is not None or column_limits is not None:
+            # so that a sum of 0 has no terms, not terms that have vanished
+            x = tl.maximum(x, _LEAST, propagate_nan=tl.PropagateNan.ALL)
         if RAGGED and (row + BM > height or column + BN > width):
             x = tl.where((i < height)[:, None] & (j < width)[None, :], x, EMPTY)
     if POSITIVES and not MASKED:
@@ -227,7 +234,8 @@ def fold(
     row_negative, row_positive, row_sum, column_negative, column_positive, column_sum,
     plan, status, scale, bias,
     height, width, row0, column0, row_tiles, column_tiles, m, n, first_row, last_row, first_column, last_column,
-    SAFE: tl.constexpr, COLUMNS: tl.constexpr, MATCHED: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr,
+    SAFE: tl.constexpr, COLUMNS: tl.constexpr, MATCHED: tl.constexpr, LIMITED: tl.constexpr, LANES: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Fold one chunk's partials into the running state; after the last chunk, give the statistics in nats.
 
@@ -236,6 +244,7 @@ def fold(
     positives, their sums of logits, their counts; first_*, last_*: whether this is the state's first or last chunk. To
     row_* (m,) and column_* (n,), float64: the log-sum-exp of the negatives and, if MATCHED, that of the positives, and
     their sum. The fast path is checked here: a sum so small that what underflowed could matter sets the status word.
+    LIMITED: a sum of 0 has no terms.
     """
     program = tl.program_id(0)
     row_programs = tl.cdiv(height, LANES)
@@ -246,17 +255,18 @@ def fold(
             lanes = program * LANES + tl.arange(0, LANES)
             to, side = (row_negative, row_positive, row_sum), (row0, m, n, last_row)
             chunk = lanes, height, column_tiles, first_row
-            _fold_side(row_parts, row_state, to, path, side, chunk, SAFE, MATCHED, DEPTH)
+            _fold_side(row_parts, row_state, to, path, side, chunk, SAFE, MATCHED, LIMITED, DEPTH)
         elif COLUMNS:
             lanes = (program - row_programs) * LANES + tl.arange(0, LANES)
             to, side = (column_negative, column_positive, column_sum), (column0, n, m, last_column)
             chunk = lanes, width, row_tiles, first_column
-            _fold_side(column_parts, column_state, to, path, side, chunk, SAFE, MATCHED, DEPTH)
+            _fold_side(column_parts, column_state, to, path, side, chunk, SAFE, MATCHED, LIMITED, DEPTH)
 
 
 @triton.jit
 def _fold_side(
-    parts, state, to, path, side, chunk, SAFE: tl.constexpr, MATCHED: tl.constexpr, DEPTH: tl.constexpr
+    parts, state, to, path, side, chunk, SAFE: tl.constexpr, MATCHED: tl.constexpr, LIMITED: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     """The rows ``start + lanes`` of ``total``, or the columns; ``terms`` is the length of the other side.
 
@@ -279,6 +289,8 @@ def _fold_side(
         orders, shift = binary_orders(tl.load(scale)), bias_of(bias)
         least = tl.load(plan + THRESHOLD).to(tl.float64)
         trusted = negative >= least * terms
+        if LIMITED:
+            trusted = trusted | (negative == 0.0)
         # or-ing a bit gives the same word in any order; a NaN sum is not trusted
         if not SAFE and tl.max(tl.where(trusted | (lanes >= length), 0, 1), 0) != 0:
             tl.atomic_or(status, 1)

@@ -136,7 +136,8 @@ class _ForwardPass(BlockPass):
         forward.fold[(programs,)](
             *parts, *self.state, *self.found[0], *self.found[1], self.plan, self.status, self.block.scale,
             self.block.bias, high, wide, row, column, *tiles, self.m, self.n, *ends,
-            SAFE=safe, COLUMNS=self.two_sided, MATCHED=self.masks.ids_only, LANES=LANES, DEPTH=DEPTH,
+            SAFE=safe, COLUMNS=self.two_sided, MATCHED=self.masks.ids_only, LIMITED=self.masks.limited, LANES=LANES,
+            DEPTH=DEPTH,
         )  # fmt: skip
 
     def _positives(self) -> None:

@@ -82,6 +82,7 @@ struct FoldSide {
     long long length;         // 0: nothing to do on this side
     long long terms;          // how many terms the whole sum has: n for rows, m for columns
     int first, last;          // whether this is the state's first, last chunk
+    int empty;                // whether a sum of 0 is one of no terms
 };
 
 // fold<SAFE>: blocks ceil(rows.length / FOLD) + ceil(columns.length / FOLD), 256 threads.

@@ -30,12 +30,15 @@ __device__ __forceinline__ int first_group(int lane) {
     return (lane & 16 ? GROUPS / 2 : 0) + (lane & 8 ? GROUPS / 4 : 0) + (lane & 4 ? GROUPS / 8 : 0);
 }
 
-// Sums of 2^(dot scale + shift): one exponential an element, for rows and columns.
+// What a term that counts is at least, where FLOORED: no GPU takes it for 0.
+constexpr float LEAST = 0x1p-126f;
+
+// Sums of 2^(dot scale + shift): one exponential an element, for rows and columns. FLOOR: see FLOORED.
 //
 // row: [strip][q]. column: shared, 8 GROUPS floats of this warp. limits: NoLimits, Limits or a Verdict.
 // Hazard: beside 96 STRIPS accumulators a list of all column sums spills. The first of its three halvings is fused with
 // the exponentials, so that it never holds more than GROUPS values.
-template <int STRIPS, int GROUPS, class L>
+template <int STRIPS, int GROUPS, bool FLOOR = false, class L>
 __device__ __forceinline__ void shared_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, float shift, int lane,
                                             float (&row)[STRIPS][2], float* column, const L& limits) {
 #pragma unroll
@@ -53,7 +56,8 @@ __device__ __forceinline__ void shared_sums(const float (&dot)[STRIPS][4 * GROUP
             for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
                 for (int q = 0; q < 2; ++q) {
-                    const float x = dot[s][at + 2 * q], power = exp2_fast(fmaf(x, scale, shift));
+                    const float x = dot[s][at + 2 * q], exact = exp2_fast(fmaf(x, scale, shift));
+                    const float power = FLOOR ? fmaxf(exact, LEAST) : exact;
                     if (!limits.beyond_row(x, s, at + 2 * q)) row[s][q] += power;
                     if (!limits.beyond_column(x, s, at + 2 * q)) sum[h] += power;
                 }

@@ -88,7 +88,8 @@ __device__ __forceinline__ void fold_side(const FoldSide& side, long long block,
     const double log = log_of<SAFE>(total, plan);
     if (!SAFE) {
         // a sum so small that terms that underflowed could matter; NaN is not trusted
-        const bool trusted = total >= static_cast<double>(plan->threshold) * side.terms;
+        const bool trusted =
+            total >= static_cast<double>(plan->threshold) * side.terms || (side.empty && total == 0.0);
         // or-ing a bit gives the same word in any order
         if (!trusted) atomicOr(&plan->status, 1);
     }

@@ -30,7 +30,7 @@ __device__ __forceinline__ bool holds_positives(const ForwardStorage& storage, c
 
 template <int MASK>
 __device__ __forceinline__ void admit_tile(Accumulators& dots, const ForwardStorage& storage, const ForwardArguments& a,
-                                           Tile at, const Thread& thread, float alpha) {
+                                           Tile at, const Thread& thread, float none) {
     const int columns = a.chunk.width - at.column - thread.column();
     const long long* ids = storage.pairs.column_ids + thread.column();
 #pragma unroll
@@ -38,17 +38,17 @@ __device__ __forceinline__ void admit_tile(Accumulators& dots, const ForwardStor
         const PairRow rows[2] = {pair_row<MASK>(storage.pairs, thread, s, 0), pair_row<MASK>(storage.pairs, thread, s, 1)};
         const bool inside0 = at.row + thread.row(s, 0) < a.chunk.height;
         const bool inside1 = at.row + thread.row(s, 1) < a.chunk.height;
-        admit<MASK, GROUPS, true>(dots[s], rows, ids, inside0, inside1, columns, nothing(alpha));
+        admit<MASK, GROUPS, true>(dots[s], rows, ids, inside0, inside1, columns, none);
     }
 }
 
 __device__ __forceinline__ void hide_positives(Accumulators& dots, const ForwardStorage& storage, const Thread& thread,
-                                               float alpha) {
+                                               float none) {
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
         for (int q = 0; q < 2; ++q)
-            hide_positive<GROUPS>(dots[s], q, storage.pairs.named[thread.row(s, q)].x - thread.column(), nothing(alpha));
+            hide_positive<GROUPS>(dots[s], q, storage.pairs.named[thread.row(s, q)].x - thread.column(), none);
 }
 
 // The four lanes of a row hold the same number: the first of them writes it.
@@ -191,16 +191,16 @@ __global__ void __launch_bounds__(BLOCK, 2) forward_sm80(const __grid_constant__
         if (MASK == TARGET && masked) add_positives<SAFE, MASK>(dots, storage, a, at, thread, alpha, shift);
         if (MASK == TARGET && !masked) leave_no_positives<SAFE>(a, at);
         if (masked || at.row + SIDE > a.chunk.height || at.column + SIDE > a.chunk.width)
-            admit_tile<MASK>(dots, storage, a, at, thread, alpha);
+            admit_tile<MASK>(dots, storage, a, at, thread, left_out<SAFE, MASK>(alpha));
         if (MASK != TARGET && named<MASK>(a, at) && holds_positives(storage, thread))
-            hide_positives(dots, storage, thread, alpha);
-        const auto limits = limits_of<MASK>(storage.pairs, thread, a.plan->alpha);
+            hide_positives(dots, storage, thread, left_out<SAFE, MASK>(alpha));
+        const auto limits = limits_of<MASK, FLOORED<SAFE, MASK>>(storage.pairs, thread, a.plan->alpha);
         float row[STRIPS][2], reference[STRIPS][2];
         if (SAFE)
             guarded_sums<STRIPS, GROUPS>(dots, alpha, thread.lane, row, reference, storage.sums[thread.warp],
                                          storage.others[thread.warp], limits);
         else
-            shared_sums<STRIPS, GROUPS>(dots, alpha, shift, thread.lane, row, storage.sums[thread.warp], limits);
+            shared_sums<STRIPS, GROUPS, FLOORED<SAFE, MASK>>(dots, alpha, shift, thread.lane, row, storage.sums[thread.warp], limits);
         store_rows(storage.rows[0][thread.warp % 2], row, thread);
         if (SAFE) store_rows(storage.rows[1][thread.warp % 2], reference, thread);
         // the next writer has passed the stream's barriers, and so have all readers

@@ -57,7 +57,7 @@ struct ForwardEpilogue {
         if constexpr (GUIDED<MASK>)
             add_up(acc, tile, verdict);
         else
-            add_up(acc, tile, storage.pairs.limits(arguments.plan->alpha, warp, lane()));
+            add_up(acc, tile, storage.pairs.template limits<FLOORED<SAFE, MASK>>(arguments.plan->alpha, warp, lane()));
     }
 
     __device__ __forceinline__ void end() {}
@@ -72,7 +72,7 @@ struct ForwardEpilogue {
             guarded_sums<STRIPS, GROUPS>(acc, alpha, lane, row, reference, storage.sums[warp], storage.others[warp],
                                          limits);
         else
-            shared_sums<STRIPS, GROUPS>(acc, alpha, shift, lane, row, storage.sums[warp], limits);
+            shared_sums<STRIPS, GROUPS, FLOORED<SAFE, MASK>>(acc, alpha, shift, lane, row, storage.sums[warp], limits);
         write_sums(row, reference, tile);
     }
 
@@ -97,6 +97,7 @@ struct ForwardEpilogue {
         }
         if (edge || (MASK >= EXCLUSIONS && touched)) admit_tile(acc, tile, touched);
         if (MASK != TARGET && touched) hide_positives(acc, tile, lane);
+        if (FLOORED<SAFE, MASK> && GUIDED<MASK> && (edge || touched)) verdict.leave_out(acc, nothing(alpha));
     }
 
     // One row in hand at a time: nothing spills.
@@ -105,7 +106,7 @@ struct ForwardEpilogue {
         each_row<STRIPS>([&](int s, int q) {
             const int row = row_in_tile(warp, lane, s, q);
             const int column = storage.pairs.named(arguments.pairs, arguments.chunk, tile, row).x;
-            hide_positive<GROUPS>(acc[s], q, column - 2 * (lane & 3), nothing(alpha));
+            hide_positive<GROUPS>(acc[s], q, column - 2 * (lane & 3), left_out<SAFE, MASK>(alpha));
         });
     }
 
@@ -158,7 +159,7 @@ struct ForwardEpilogue {
         if (MASK == TARGET && touched) add_positives(acc, rows, inside, ids, columns, tile);
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
-            admit<MASK, GROUPS, true>(acc[s], rows[s], ids, inside[s][0], inside[s][1], columns, nothing(alpha));
+            admit<MASK, GROUPS, true>(acc[s], rows[s], ids, inside[s][0], inside[s][1], columns, left_out<SAFE, MASK>(alpha));
     }
 
     __device__ __forceinline__ void add_positives(const float (&acc)[STRIPS][PRODUCT_VALUES],

@@ -140,10 +140,11 @@ struct alignas(16) PairStorage {
         return found;
     }
 
-    // What limits the pairs of a thread; alpha: see Limits.
+    // What limits the pairs of a thread: see Limits.
+    template <bool NAN_BEYOND = false>
     __device__ __forceinline__ auto limits(float alpha, int warp, int lane) const {
         if constexpr (LIMITED<MASK>) {
-            Limits<STRIPS> found;
+            Limits<STRIPS, NAN_BEYOND> found;
             found.alpha = alpha;
             found.columns = column_limits + 2 * (lane & 3);
             each_row<STRIPS>([&](int s, int q) { found.rows[s][q] = row_limits[row_in_tile(warp, lane, s, q)]; });

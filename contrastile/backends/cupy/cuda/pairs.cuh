@@ -111,6 +111,17 @@ __device__ __forceinline__ float usable_scale(float scale) { return scale == 0.0
 // -inf, not 0: a zero pad wins the maximum when every logit is negative.
 __device__ __forceinline__ float nothing(float scale) { return scale < 0.0f ? infinity() : -infinity(); }
 
+// Whether a term that counts is never 0, so that a sum of 0 has none: on the fast path with limits, where all of a row's
+// negatives may be left out. NaN then stands for a dot that does not count; of a guide its verdict tells.
+template <int SAFE, int MASK>
+constexpr bool FLOORED = !SAFE && LIMITED<MASK>;
+
+// `nothing`, or what comes in its place.
+template <int SAFE, int MASK>
+__device__ __forceinline__ float left_out(float scale) {
+    return FLOORED<SAFE, MASK> && !GUIDED<MASK> ? nanf("") : nothing(scale);
+}
+
 // Whether value `at` of strip s, this dot, does not count for its row, or for its column: here both always do.
 struct NoLimits {
     __device__ __forceinline__ bool beyond_row(float, int, int) const { return false; }
@@ -118,19 +129,21 @@ struct NoLimits {
 };
 
 // The same where each has a limit. `columns` points at that of the thread's first column; `alpha` is the plan's, in the
-// forward and in the backward pass: they compare the same bits. Of a guide's dots it is 1. False for NaN.
-template <int STRIPS>
+// forward and in the backward pass: they compare the same bits. Of a guide's dots it is 1. NAN_BEYOND:
+// whether NaN is beyond.
+template <int STRIPS, bool NAN_BEYOND = false>
 struct Limits {
     float alpha;
     float rows[STRIPS][2];
     const float* columns;
 
     __device__ __forceinline__ bool beyond_row(float dot, int s, int at) const {
-        return dot * alpha > rows[s][at >> 1 & 1];
+        return beyond(dot * alpha, rows[s][at >> 1 & 1]);
     }
     __device__ __forceinline__ bool beyond_column(float dot, int, int at) const {
-        return dot * alpha > columns[8 * (at / 4) + at % 2];
+        return beyond(dot * alpha, columns[8 * (at / 4) + at % 2]);
     }
+    static __device__ __forceinline__ bool beyond(float x, float limit) { return NAN_BEYOND ? !(x <= limit) : x > limit; }
 };
 
 // The same where another dot has decided: a bit for each value of a thread.
@@ -142,6 +155,18 @@ struct Verdict {
     __device__ __forceinline__ bool beyond_row(float, int s, int at) const { return rows[s][at / 32] >> at % 32 & 1; }
     __device__ __forceinline__ bool beyond_column(float, int s, int at) const {
         return columns[s][at / 32] >> at % 32 & 1;
+    }
+
+    // Leaves out what has this dot.
+    __device__ __forceinline__ void leave_out(const float (&dot)[STRIPS][VALUES], float none) {
+#pragma unroll
+        for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+            for (int at = 0; at < VALUES; ++at) {
+                const unsigned bit = dot[s][at] == none ? 1u << at % 32 : 0;
+                rows[s][at / 32] |= bit;
+                columns[s][at / 32] |= bit;
+            }
     }
 
     __device__ __forceinline__ void decide(const float (&dot)[STRIPS][VALUES], const Limits<STRIPS>& limits) {

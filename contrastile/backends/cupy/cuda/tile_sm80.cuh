@@ -58,11 +58,11 @@ __device__ __forceinline__ PairRow pair_row(const PairStorage& storage, const Th
     return {named.x - thread.column(), named.y - thread.column(), MASK >= DROP ? storage.row_ids[row] : 0};
 }
 
-// What limits the pairs of a thread; alpha: the plan's.
-template <int MASK>
+// What limits the pairs of a thread: see Limits.
+template <int MASK, bool NAN_BEYOND = false>
 __device__ __forceinline__ auto limits_of(const PairStorage& storage, const Thread& thread, float alpha) {
     if constexpr (LIMITED<MASK>) {
-        Limits<STRIPS> found;
+        Limits<STRIPS, NAN_BEYOND> found;
         found.alpha = alpha;
         found.columns = storage.column_limits + thread.column();
 #pragma unroll
