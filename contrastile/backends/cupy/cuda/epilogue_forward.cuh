@@ -30,7 +30,7 @@ __device__ __forceinline__ int first_group(int lane) {
     return (lane & 16 ? GROUPS / 2 : 0) + (lane & 8 ? GROUPS / 4 : 0) + (lane & 4 ? GROUPS / 8 : 0);
 }
 
-// What a term that counts is at least, where FLOORED: no GPU takes it for 0.
+// What a term that counts is at least, where FLOORED: no GPU takes it for 0, and what is flushed elsewhere is less.
 constexpr float LEAST = 0x1p-126f;
 
 // Sums of 2^(dot scale + shift): one exponential an element, for rows and columns. FLOOR: see FLOORED.

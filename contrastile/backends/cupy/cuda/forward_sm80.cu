@@ -200,7 +200,8 @@ __global__ void __launch_bounds__(BLOCK, 2) forward_sm80(const __grid_constant__
             guarded_sums<STRIPS, GROUPS>(dots, alpha, thread.lane, row, reference, storage.sums[thread.warp],
                                          storage.others[thread.warp], limits);
         else
-            shared_sums<STRIPS, GROUPS, FLOORED<SAFE, MASK>>(dots, alpha, shift, thread.lane, row, storage.sums[thread.warp], limits);
+            shared_sums<STRIPS, GROUPS, FLOORED<SAFE, MASK>>(dots, alpha, shift, thread.lane, row,
+                                                             storage.sums[thread.warp], limits);
         store_rows(storage.rows[0][thread.warp % 2], row, thread);
         if (SAFE) store_rows(storage.rows[1][thread.warp % 2], reference, thread);
         // the next writer has passed the stream's barriers, and so have all readers

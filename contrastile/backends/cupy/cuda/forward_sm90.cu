@@ -159,7 +159,8 @@ struct ForwardEpilogue {
         if (MASK == TARGET && touched) add_positives(acc, rows, inside, ids, columns, tile);
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
-            admit<MASK, GROUPS, true>(acc[s], rows[s], ids, inside[s][0], inside[s][1], columns, left_out<SAFE, MASK>(alpha));
+            admit<MASK, GROUPS, true>(acc[s], rows[s], ids, inside[s][0], inside[s][1], columns,
+                                      left_out<SAFE, MASK>(alpha));
     }
 
     __device__ __forceinline__ void add_positives(const float (&acc)[STRIPS][PRODUCT_VALUES],

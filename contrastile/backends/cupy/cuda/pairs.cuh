@@ -129,8 +129,7 @@ struct NoLimits {
 };
 
 // The same where each has a limit. `columns` points at that of the thread's first column; `alpha` is the plan's, in the
-// forward and in the backward pass: they compare the same bits. Of a guide's dots it is 1. NAN_BEYOND:
-// whether NaN is beyond.
+// forward and in the backward pass: they compare the same bits. Of a guide's dots it is 1. NaN is beyond where NAN_BEYOND.
 template <int STRIPS, bool NAN_BEYOND = false>
 struct Limits {
     float alpha;
