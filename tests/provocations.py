@@ -30,7 +30,7 @@ def message(call: Call, library: str = "torch") -> str:
     with _world(call.without), warnings.catch_warnings(action="ignore"):
         try:
             # the expressions are the ones in the file
-            eval(call.text, namespace(library, each=Each(99)))
+            eval(call.code, namespace(library, each=Each(99)))
         except call.error as error:
             if type(error) is call.error:
                 return str(error)

@@ -21,15 +21,17 @@ import builtins
 import inspect
 import os
 import re
-import runpy
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -70,6 +72,11 @@ class Call:
 
     @cached_property
     def code(self) -> Any:
+        # the package imports few of its modules by itself
+        for found in re.findall(r"\bcontrastile(?:\.[a-z_]+)+", self.text):
+            with suppress(ImportError):
+                for name in accumulate(found.split("."), "{}.{}".format):
+                    import_module(name)
         return compile(self.text, str(TEXT), "eval")
 
     @property
@@ -93,6 +100,15 @@ class Each:
     def __call__(self, *options: Any) -> Any:
         self.count = max(self.count, len(options))
         return options[min(self.turn, len(options) - 1)]
+
+
+class Names(dict[str, Any]):
+    """What a call sees: beside its own names, Python's modules."""
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name) or find_spec(name) is None:
+            raise KeyError(name)
+        return import_module(name)
 
 
 class _Through:
@@ -137,18 +153,7 @@ def _fresh(code: str) -> int:
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode
 
 
-def _ranking(call: Callable[[dict[str, Any]], Any]) -> Any:
-    """The value of a call of the module for sentence-transformers, of a hollow package: to import it takes seconds."""
-    import torch
-
-    kinds = (f"{x}{y}Loss" for x in ("", "Cached") for y in ("MultipleNegativesRanking", "GISTEmbed"))
-    hollow = mock.Mock(losses=mock.Mock(**dict.fromkeys(kinds, torch.nn.Module)))
-    names = "base.losses.merged_forward", "sentence_transformer", "util"
-    with mock.patch.dict(sys.modules, {f"sentence_transformers.{name}": hollow for name in names}):
-        return call(runpy.run_path(str(TEXT.parents[1] / "integrations" / "sentence_transformers.py")))
-
-
-def namespace(library: str, door: Callable[..., Any] | None = None, each: Each | None = None) -> dict[str, Any]:
+def namespace(library: str, door: Callable[..., Any] | None = None, each: Each | None = None) -> Names:
     """What a call sees, with arrays of its own."""
     rng = np.random.default_rng(5)
     arrays: dict[str, Any] = {
@@ -158,13 +163,14 @@ def namespace(library: str, door: Callable[..., Any] | None = None, each: Each |
     arrays["labels"] = np.array([0, 1, 0, 2, 2, 7])
     made: Any = {"Fraction": Fraction, "InProcessGroup": InProcessGroup, "np": np, "partial": partial}
     made |= {"each": each or Each(), "within": _within, "alone": _alone, "fresh": _fresh, "mock": mock}
-    made["ranking"] = _ranking
     if library == "torch":
         import torch
 
+        from contrastile.verify import scenes
+
         arrays = {name: torch.from_numpy(x) for name, x in arrays.items()}
-        made["torch"] = torch
-    return {"contrastile": contrastile if door is None else _Through(door), **made, **arrays}
+        made |= {"torch": torch, "scenes": scenes, "ranking": lambda call: call(scenes.sentence_transformers())}
+    return Names(contrastile=contrastile if door is None else _Through(door), **made, **arrays)
 
 
 def read(text: str) -> dict[str, list[Call]]:
@@ -277,8 +283,10 @@ def _of_rank(call: Call, library: str, group: Communicator) -> str:
     def shared(loss: Any, *args: Any, **more: Any) -> Any:
         return loss(*args, **{"group": group, **more})
 
+    seen = namespace(library, shared, Each(group.rank))
+    seen["group"] = group
     try:
-        eval(call.code, namespace(library, shared, Each(group.rank)) | {"group": group})
+        eval(call.code, seen)
     except MismatchError as error:
         return str(error)
     return ""

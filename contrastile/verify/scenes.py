@@ -1,0 +1,230 @@
+"""What ``calls.txt`` asks in several steps: each function says whether all is right.
+
+Wrappers are asked without the libraries that they wrap: a stand-in has what our class takes from its library, and no
+more. Truth is a full matrix, written here.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+import contrastile
+from contrastile.comm.inprocess import InProcessGroup
+from contrastile.comm.watchdog import AbortNotice
+
+_PACKAGE = Path(contrastile.__file__).parent
+_TEMPERATURE = 0.1
+
+
+def raised(call: Callable[..., Any], *args: Any) -> BaseException | None:
+    """What a call raises; None where it returns."""
+    return ThreadPoolExecutor(1).submit(call, *args).exception()
+
+
+def sentence_transformers() -> dict[str, Any]:
+    """The names of our module for sentence-transformers, of a hollow package: to import it takes seconds."""
+    kinds = (f"{x}{y}Loss" for x in ("", "Cached") for y in ("MultipleNegativesRanking", "GISTEmbed"))
+    hollow = mock.Mock(losses=mock.Mock(**dict.fromkeys(kinds, nn.Module)))
+    names = "base.losses.merged_forward", "sentence_transformer", "util"
+    with mock.patch.dict(sys.modules, {f"sentence_transformers.{name}": hollow for name in names}):
+        return runpy.run_path(str(_PACKAGE / "integrations" / "sentence_transformers.py"))
+
+
+def ranking(of: dict[str, Any], **settings: Any) -> Any:
+    """The library's default loss with these settings."""
+    loss = object.__new__(of["MultipleNegativesRankingLoss"])
+    given = {"scale": 20.0, "similarity_fct": of["cos_sim"], "directions": ("query_to_doc",), "partition_mode": "joint"}
+    given |= {"hardness_mode": None, "hardness_strength": 3.0, "gather_across_devices": False}
+    vars(loss).update({"settings": {}, "mask_duplicates": False, "texts": [], **given, **settings})
+    return loss
+
+
+def _entropy(*logits: Tensor) -> Tensor:
+    """Of cosines times 20; row i's own is the i-th of the first matrix."""
+    return cross_entropy(20.0 * torch.cat(logits, 1), torch.arange(len(logits[0])))
+
+
+def _others(x: Tensor) -> Tensor:
+    return x.masked_fill(torch.eye(len(x)).bool(), -torch.inf)
+
+
+def _harder(x: Tensor, added: tuple[int, int]) -> Tensor:
+    """Cosines to which hardness adds: to their own, and to the rest."""
+    eye = torch.eye(len(x))
+    return x + 3.0 / 20.0 * x.detach() * (eye * added[0] + (1 - eye) * added[1])
+
+
+def ranking_loss(query: Tensor, document: Tensor, negative: Tensor) -> bool:
+    """Value and gradients of ``MultipleNegativesRankingLoss`` in every direction, partition and hardness."""
+    of, leaves = sentence_transformers(), [x.requires_grad_() for x in (query, document, negative)]
+    q, a, b = (normalize(x, dim=1) for x in leaves)
+    forth, own, back = (q @ a.T, q @ b.T), _others(q @ q.T), a @ q.T
+    documents = _others(a @ a.T), _others(a @ b.T)
+    others = "query_to_query", "doc_to_query", "doc_to_doc"
+    directions = {others[:1]: (own,), others[1:2]: (back,), others[2:]: documents, others: (own, back, *documents)}
+    # to which cosines of documents, and of negatives, hardness adds: to a row's own, and to the rest
+    hardness = {"in_batch": ((0, 1), (0, 1)), "hard": ((0, 0), (1, 0)), "all": ((0, 1), (1, 1))}
+    cases: list[tuple[dict[str, Any], Tensor]] = [
+        ({}, _entropy(*forth)),
+        (
+            {"similarity_fct": of["dot_score"], "scale": 1.0},
+            _entropy(*(query @ x.T / 20 for x in (document, negative))),
+        ),
+        (
+            {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
+            (_entropy(*forth) + _entropy(back)) / 2,
+        ),
+        *(({"directions": ("query_to_doc", *x)}, _entropy(*forth, *more)) for x, more in directions.items()),
+        *(
+            ({"hardness_mode": f"{x}_negatives"}, _entropy(*map(_harder, forth, added)))
+            for x, added in hardness.items()
+        ),
+    ]
+
+    def right(settings: dict[str, Any], expected: Tensor) -> bool:
+        found = ranking(of, **settings).compute_loss_from_embeddings(leaves)
+        gradients = [torch.autograd.grad(x, leaves, retain_graph=True) for x in (found, expected)]
+        return all(x.allclose(y, atol=1e-5) for x, y in ((found, expected), *zip(*gradients, strict=True)))
+
+    return all(right(*case) for case in cases)
+
+
+def ranking_loss_masks_duplicates(query: Tensor, document: Tensor, negative: Tensor, texts: Tensor) -> bool:
+    """Documents with the text of a query's own are no negatives of it."""
+    more, of = texts.flip(0), sentence_transformers()
+    q, a, b = (normalize(x, dim=1) for x in (query, document, negative))
+    same = texts[:, None] == texts
+    documents = (q @ a.T).masked_fill(same & ~torch.eye(len(q)).bool(), -torch.inf)
+    expected = _entropy(documents, (q @ b.T).masked_fill(texts[:, None] == more, -torch.inf))
+    loss = ranking(of, mask_duplicates=True, texts=[texts, more])
+    return bool(loss.compute_loss_from_embeddings([query, document, negative]).allclose(expected))
+
+
+def ranking_loss_over_ranks(features: Tensor) -> bool:
+    """On two ranks, of nine samples and of the rest, each has the loss of all."""
+    of, parts = sentence_transformers(), (slice(9), slice(9, None))
+
+    def computed(settings: dict[str, Any], group: Any = None) -> Tensor:
+        at = slice(None) if group is None else parts[group.rank]
+        columns = [x[at] for x in (features, features.roll(1, 0), features.flip(0))]
+        found: Tensor = ranking(of, group=group, **settings).compute_loss_from_embeddings(columns)
+        return found
+
+    cases: list[dict[str, Any]] = [{}, {"directions": ("query_to_doc", "query_to_query", "doc_to_doc")}]
+    cases += [{"hardness_mode": f"{x}_negatives"} for x in ("in_batch", "hard", "all")]
+    stands_in = {
+        "dist": mock.Mock(get_rank=lambda: int(threading.current_thread().name[5:])),
+        "_shared": lambda loss: loss.group,
+        "_with_group": lambda loss: {"group": loss.group},
+    }
+    with mock.patch.dict(of["_beside"].__globals__, stands_in):
+        return all(
+            x.isclose(computed(case), rtol=1e-4)
+            for case in cases
+            for x in InProcessGroup[Tensor](2).run(partial(computed, case))
+        )
+
+
+def gist_loss(columns: Sequence[Tensor], guides: Sequence[Tensor]) -> bool:
+    """``GISTEmbedLoss`` with anchors and positives contrasted or not; columns: anchors, positives, negatives."""
+    of = sentence_transformers()
+
+    def cosines(each: Iterable[Tensor], anchors: bool, positives: bool) -> Tensor:
+        a, p, n = (normalize(x, dim=1) for x in each)
+        return torch.cat([a @ p.T, *[a @ a.T] * anchors, *[p @ p.T] * positives, a @ n.T], 1)
+
+    def right(*contrasted: bool) -> bool:
+        loss, guide = of["GISTEmbedLoss"](), cosines(guides, *contrasted)
+        vars(loss).update(margin=0.2, margin_strategy="absolute", temperature=_TEMPERATURE, gather_across_devices=False)
+        vars(loss).update(zip(("contrast_anchors", "contrast_positives"), contrasted, strict=True))
+        false = (guide > guide.diagonal()[:, None] - 0.2) & ~torch.eye(*guide.shape).bool()
+        logits = (cosines(columns, *contrasted) / _TEMPERATURE).masked_fill(false, -torch.inf)
+        found = loss._of(list(columns), list(guides))
+        return bool(found.isclose(cross_entropy(logits, torch.arange(len(logits))), rtol=1e-4))
+
+    return all(right(anchors, positives) for anchors in (False, True) for positives in (False, True))
+
+
+def reductions(module: nn.Module, step: Callable[[Any], Any], **settings: Any) -> int:
+    """How many buckets DDP reduces in a step of this module, in a world of one."""
+    reduced: list[Any] = []
+
+    def counted(bucket: Any) -> Any:
+        reduced.append(bucket)
+        done: Any = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    parallel = nn.parallel.DistributedDataParallel(module, **settings)
+    parallel.register_comm_hook(None, lambda _, bucket: counted(bucket))
+    step(parallel)
+    return len(reduced)
+
+
+class Partly(nn.Module):
+    """Learns its weight, or its bias, in chunks of these lengths alone."""
+
+    def __init__(self, weight: Sequence[int], bias: Sequence[int]) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.rand(shape)) for shape in ((5, 5), (5,)))
+        self._lengths = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = (
+            p if len(x) in lengths else p.detach()
+            for p, lengths in zip((self.weight, self.bias), self._lengths, strict=True)
+        )
+        return x @ weight + bias
+
+
+def _mpi() -> dict[str, Any]:
+    """The names of our module for MPI, without an MPI library."""
+    with mock.patch.dict(sys.modules, mpi4py=mock.MagicMock()):
+        return runpy.run_path(str(_PACKAGE / "comm" / "mpi.py"))
+
+
+def mpi_messages(length: int) -> tuple[list[list[Any]], str, list[int], int]:
+    """What ``MPIChannel`` posts, what a wait raises where so many bytes came, what it holds before and after, frees."""
+    of, comm = _mpi(), mock.Mock()
+    of["MPI"].Status.return_value.Get_count.configure_mock(return_value=length)
+    channel = of["MPIChannel"](comm)
+    pending = channel.post({1: [np.zeros(3, "u1")]}, {1: [np.zeros(4, "u1")]}, 7, lambda: 1.0)
+    held, said = [len(channel._under_way)], type(raised(pending.wait)).__name__
+    held.append(len(channel._under_way))
+    channel.close()
+    sent = [[x[0], len(x.args[0][0]), *x.args[1:]] for x in comm.mock_calls if x[0] in ("Irecv", "Isend")]
+    return sent, said, held, comm.Free.call_count
+
+
+def mpi_connection(met: Any) -> tuple[bool, str, int, int]:
+    """Whether a connection is over a copy of the communicator, and what it raises, frees, and makes return errors."""
+    connect, own, made = _mpi()["_connect"], mock.Mock(), mock.Mock()
+    comm = mock.Mock(Get_rank=lambda: 0, Get_size=lambda: 2, Idup=lambda: (own, mock.Mock()))
+    with mock.patch.dict(connect.__globals__, PointToPoint=made, met=mock.Mock(side_effect=met)):
+        said = type(raised(connect, comm, 5.0)).__name__
+    over = made.called and made.call_args.args[3].comm is own
+    return over, said, own.Free.call_count, own.Set_errhandler.call_count
+
+
+def mpi_abort() -> bool:
+    """A rank that has lost another tells the others, and ends the world as its process ends, not before."""
+    of, comm, at_exit = _mpi(), mock.Mock(Get_rank=lambda: 0, Get_size=lambda: 2), list[Any]()
+    of["MPI"].Is_finalized.configure_mock(return_value=False)
+    with mock.patch("atexit.register", at_exit.append):
+        heard = of["MPIChannel"](comm).abort(AbortNotice((1,), ""), 0.0)
+    told, early = [x.args[1] for x in comm.Isend.mock_calls], comm.Abort.called
+    at_exit[0]()
+    return (heard, told, early, comm.Abort.call_args.args) == ({}, [1], False, (1,))
