@@ -1,4 +1,4 @@
-"""What ``calls.txt`` asks in several steps: each function says whether all is right.
+"""What ``calls.txt`` asks in several steps, a function for each; one that returns a bool says whether all is right.
 
 Wrappers are asked without the libraries that they wrap: a stand-in has what our class takes from its library, and no
 more. Truth is a full matrix, written here.
