@@ -248,10 +248,6 @@ def _kernel_of(function: Callable[..., Any], fixed: tuple[Any, ...]) -> Any:
     return cupy.fuse(kernel_name=function.__name__)(lambda *given: function(CupyArrays(cupy), *fixed, *given))
 
 
-# rows of one small product of which the diagonal is kept
-_DIAGONAL = 32
-
-
 class TorchArrays(ArrayLibrary):
     """PyTorch, any device."""
 
@@ -314,13 +310,15 @@ class TorchArrays(ArrayLibrary):
         return x.detach()
 
     def row_dots(self, a: Array, b: Array, dtype: str) -> Array:
-        several = a.shape[0] // _DIAGONAL * _DIAGONAL
+        # rows of one small product, of which the diagonal is kept
+        size = 32
+        several = a.shape[0] // size * size
         mixed = a.is_cuda and a.dtype == b.dtype and a.itemsize == 2 and hasattr(self.module.ops.aten.bmm, "dtype")
         # a compiler makes one kernel of the plain way
         if not (mixed and several and dtype == "float32") or self.module.compiler.is_compiling():
             return super().row_dots(a, b, dtype)
-        # the diagonals of small products: a fifth of the time, and no temporary of the features' size
-        left, right = (x[:several].detach().unflatten(0, (-1, _DIAGONAL)) for x in (a, b))
+        # a fifth of the time, and no temporary of the features' size
+        left, right = (x[:several].detach().unflatten(0, (-1, size)) for x in (a, b))
         dots = self.module.bmm(left, right.mT, out_dtype=self.module.float32).diagonal(dim1=1, dim2=2).flatten()
         rest = [super().row_dots(a[several:], b[several:], dtype)] if a.shape[0] > several else []
         return self.concat([dots, *rest])

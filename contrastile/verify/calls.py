@@ -21,13 +21,10 @@ import builtins
 import inspect
 import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from functools import cached_property, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -148,11 +145,6 @@ def _alone(call: Callable[[], Any]) -> Any:
         dist.destroy_process_group()
 
 
-def _fresh(code: str) -> int:
-    """The exit code of a new process."""
-    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode
-
-
 def namespace(library: str, door: Callable[..., Any] | None = None, each: Each | None = None) -> Names:
     """What a call sees, with arrays of its own."""
     rng = np.random.default_rng(5)
@@ -161,8 +153,8 @@ def namespace(library: str, door: Callable[..., Any] | None = None, each: Each |
         for name, rows in (("image", 6), ("text", 6), ("key", 11))
     }
     arrays["labels"] = np.array([0, 1, 0, 2, 2, 7])
-    made: Any = {"Fraction": Fraction, "InProcessGroup": InProcessGroup, "np": np, "partial": partial}
-    made |= {"each": each or Each(), "within": _within, "alone": _alone, "fresh": _fresh, "mock": mock}
+    made: Any = {"InProcessGroup": InProcessGroup, "np": np}
+    made |= {"each": each or Each(), "within": _within, "alone": _alone, "mock": mock}
     if library == "torch":
         import torch
 

@@ -10,7 +10,6 @@ import runpy
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,49 @@ from torch.nn.functional import cross_entropy, normalize
 import contrastile
 from contrastile.comm.inprocess import InProcessGroup
 from contrastile.comm.watchdog import AbortNotice
+from contrastile.verify.rounding import UNIT
 
-_PACKAGE = Path(contrastile.__file__).parent
-_TEMPERATURE = 0.1
+_SCALE, _HARDNESS, _TEMPERATURE, _MARGIN = 20.0, 3.0, 0.1, 0.2
+# what a cosine is multiplied by at most
+_MOST = _SCALE + _HARDNESS
 
 
-def raised(call: Callable[..., Any], *args: Any) -> BaseException | None:
+def raised(call: Callable[..., Any], *args: Any, **more: Any) -> BaseException | None:
     """What a call raises; None where it returns."""
-    return ThreadPoolExecutor(1).submit(call, *args).exception()
+    try:
+        call(*args, **more)
+    except BaseException as error:
+        return error
+    return None
+
+
+def _names(file: str, **libraries: Any) -> dict[str, Any]:
+    """The names of a module of ours, with stand-ins for the libraries that it imports."""
+    with mock.patch.dict(sys.modules, libraries):
+        return runpy.run_path(str(Path(contrastile.__file__).parent / file))
+
+
+def _rounding(features: Sequence[Tensor]) -> float:
+    """How far float64 may move two computations of a loss of cosines, and its gradients, from each other.
+
+    Norms and a dot product of d features leave a cosine off by (2 d + 6) u, and it is multiplied by at most ``_MOST``.
+    Probabilities err by twice what their logits do, sums of up to 5 m terms by 5 m u, and a gradient multiplies their
+    sum, 2 at most, by ``_MOST`` over the feature's norm. Both computations err.
+    """
+    (m, width), u = features[0].shape, UNIT["float64"]
+    least = min(float(x.detach().norm(dim=1).min()) for x in features)
+    cosine = (2 * width + 6) * u
+    return 2 * 2 * _MOST / min(1.0, least) * (2 * _MOST * cosine + cosine + 5 * m * u)
+
+
+def _near(found: Tensor, expected: Tensor, leaves: Sequence[Tensor]) -> bool:
+    """Whether two losses, and their gradients, are equal but for rounding."""
+    both = [(x, *torch.autograd.grad(x, leaves, retain_graph=True)) for x in (found, expected)]
+    return all(x.allclose(y, rtol=0.0, atol=_rounding(leaves)) for x, y in zip(*both, strict=True))
+
+
+def _learnt(*features: Tensor) -> list[Tensor]:
+    return [x.detach().double().requires_grad_() for x in features]
 
 
 def sentence_transformers() -> dict[str, Any]:
@@ -39,22 +73,21 @@ def sentence_transformers() -> dict[str, Any]:
     kinds = (f"{x}{y}Loss" for x in ("", "Cached") for y in ("MultipleNegativesRanking", "GISTEmbed"))
     hollow = mock.Mock(losses=mock.Mock(**dict.fromkeys(kinds, nn.Module)))
     names = "base.losses.merged_forward", "sentence_transformer", "util"
-    with mock.patch.dict(sys.modules, {f"sentence_transformers.{name}": hollow for name in names}):
-        return runpy.run_path(str(_PACKAGE / "integrations" / "sentence_transformers.py"))
+    return _names("integrations/sentence_transformers.py", **{f"sentence_transformers.{x}": hollow for x in names})
 
 
 def ranking(of: dict[str, Any], **settings: Any) -> Any:
     """The library's default loss with these settings."""
     loss = object.__new__(of["MultipleNegativesRankingLoss"])
-    given = {"scale": 20.0, "similarity_fct": of["cos_sim"], "directions": ("query_to_doc",), "partition_mode": "joint"}
-    given |= {"hardness_mode": None, "hardness_strength": 3.0, "gather_across_devices": False}
+    given = {"similarity_fct": of["cos_sim"], "directions": ("query_to_doc",), "partition_mode": "joint"}
+    given |= {"scale": _SCALE, "hardness_mode": None, "hardness_strength": _HARDNESS, "gather_across_devices": False}
     vars(loss).update({"settings": {}, "mask_duplicates": False, "texts": [], **given, **settings})
     return loss
 
 
 def _entropy(*logits: Tensor) -> Tensor:
-    """Of cosines times 20; row i's own is the i-th of the first matrix."""
-    return cross_entropy(20.0 * torch.cat(logits, 1), torch.arange(len(logits[0])))
+    """Of cosines times ``_SCALE``; row i's own is the i-th of the first matrix."""
+    return cross_entropy(_SCALE * torch.cat(logits, 1), torch.arange(len(logits[0])))
 
 
 def _others(x: Tensor) -> Tensor:
@@ -63,13 +96,13 @@ def _others(x: Tensor) -> Tensor:
 
 def _harder(x: Tensor, added: tuple[int, int]) -> Tensor:
     """Cosines to which hardness adds: to their own, and to the rest."""
-    eye = torch.eye(len(x))
-    return x + 3.0 / 20.0 * x.detach() * (eye * added[0] + (1 - eye) * added[1])
+    eye = torch.eye(len(x), dtype=x.dtype)
+    return x + _HARDNESS / _SCALE * x.detach() * (eye * added[0] + (1 - eye) * added[1])
 
 
 def ranking_loss(query: Tensor, document: Tensor, negative: Tensor) -> bool:
     """Value and gradients of ``MultipleNegativesRankingLoss`` in every direction, partition and hardness."""
-    of, leaves = sentence_transformers(), [x.requires_grad_() for x in (query, document, negative)]
+    of, leaves = sentence_transformers(), _learnt(query, document, negative)
     q, a, b = (normalize(x, dim=1) for x in leaves)
     forth, own, back = (q @ a.T, q @ b.T), _others(q @ q.T), a @ q.T
     documents = _others(a @ a.T), _others(a @ b.T)
@@ -79,47 +112,38 @@ def ranking_loss(query: Tensor, document: Tensor, negative: Tensor) -> bool:
     hardness = {"in_batch": ((0, 1), (0, 1)), "hard": ((0, 0), (1, 0)), "all": ((0, 1), (1, 1))}
     cases: list[tuple[dict[str, Any], Tensor]] = [
         ({}, _entropy(*forth)),
-        (
-            {"similarity_fct": of["dot_score"], "scale": 1.0},
-            _entropy(*(query @ x.T / 20 for x in (document, negative))),
-        ),
+        ({"similarity_fct": of["dot_score"], "scale": 1.0}, _entropy(*(leaves[0] @ x.T / _SCALE for x in leaves[1:]))),
         (
             {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
             (_entropy(*forth) + _entropy(back)) / 2,
         ),
         *(({"directions": ("query_to_doc", *x)}, _entropy(*forth, *more)) for x, more in directions.items()),
-        *(
-            ({"hardness_mode": f"{x}_negatives"}, _entropy(*map(_harder, forth, added)))
-            for x, added in hardness.items()
-        ),
+        *(({"hardness_mode": f"{x}_negatives"}, _entropy(*map(_harder, forth, y))) for x, y in hardness.items()),
     ]
 
-    def right(settings: dict[str, Any], expected: Tensor) -> bool:
-        found = ranking(of, **settings).compute_loss_from_embeddings(leaves)
-        gradients = [torch.autograd.grad(x, leaves, retain_graph=True) for x in (found, expected)]
-        return all(x.allclose(y, atol=1e-5) for x, y in ((found, expected), *zip(*gradients, strict=True)))
-
-    return all(right(*case) for case in cases)
+    losses = ((ranking(of, **settings).compute_loss_from_embeddings(leaves), expected) for settings, expected in cases)
+    return all(_near(*both, leaves) for both in losses)
 
 
 def ranking_loss_masks_duplicates(query: Tensor, document: Tensor, negative: Tensor, texts: Tensor) -> bool:
     """Documents with the text of a query's own are no negatives of it."""
     more, of = texts.flip(0), sentence_transformers()
-    q, a, b = (normalize(x, dim=1) for x in (query, document, negative))
+    leaves = _learnt(query, document, negative)
+    q, a, b = (normalize(x, dim=1) for x in leaves)
     same = texts[:, None] == texts
     documents = (q @ a.T).masked_fill(same & ~torch.eye(len(q)).bool(), -torch.inf)
     expected = _entropy(documents, (q @ b.T).masked_fill(texts[:, None] == more, -torch.inf))
     loss = ranking(of, mask_duplicates=True, texts=[texts, more])
-    return bool(loss.compute_loss_from_embeddings([query, document, negative]).allclose(expected))
+    return _near(loss.compute_loss_from_embeddings(leaves), expected, leaves)
 
 
 def ranking_loss_over_ranks(features: Tensor) -> bool:
     """On two ranks, of nine samples and of the rest, each has the loss of all."""
-    of, parts = sentence_transformers(), (slice(9), slice(9, None))
+    of, parts, (whole,) = sentence_transformers(), (slice(9), slice(9, None)), _learnt(features)
 
     def computed(settings: dict[str, Any], group: Any = None) -> Tensor:
         at = slice(None) if group is None else parts[group.rank]
-        columns = [x[at] for x in (features, features.roll(1, 0), features.flip(0))]
+        columns = [x[at] for x in (whole, whole.roll(1, 0), whole.flip(0))]
         found: Tensor = ranking(of, group=group, **settings).compute_loss_from_embeddings(columns)
         return found
 
@@ -132,7 +156,7 @@ def ranking_loss_over_ranks(features: Tensor) -> bool:
     }
     with mock.patch.dict(of["_beside"].__globals__, stands_in):
         return all(
-            x.isclose(computed(case), rtol=1e-4)
+            x.allclose(computed(case), rtol=0.0, atol=_rounding([whole]))
             for case in cases
             for x in InProcessGroup[Tensor](2).run(partial(computed, case))
         )
@@ -140,20 +164,20 @@ def ranking_loss_over_ranks(features: Tensor) -> bool:
 
 def gist_loss(columns: Sequence[Tensor], guides: Sequence[Tensor]) -> bool:
     """``GISTEmbedLoss`` with anchors and positives contrasted or not; columns: anchors, positives, negatives."""
-    of = sentence_transformers()
+    of, leaves, guided = sentence_transformers(), _learnt(*columns), [x.double() for x in guides]
 
     def cosines(each: Iterable[Tensor], anchors: bool, positives: bool) -> Tensor:
         a, p, n = (normalize(x, dim=1) for x in each)
         return torch.cat([a @ p.T, *[a @ a.T] * anchors, *[p @ p.T] * positives, a @ n.T], 1)
 
     def right(*contrasted: bool) -> bool:
-        loss, guide = of["GISTEmbedLoss"](), cosines(guides, *contrasted)
-        vars(loss).update(margin=0.2, margin_strategy="absolute", temperature=_TEMPERATURE, gather_across_devices=False)
-        vars(loss).update(zip(("contrast_anchors", "contrast_positives"), contrasted, strict=True))
-        false = (guide > guide.diagonal()[:, None] - 0.2) & ~torch.eye(*guide.shape).bool()
-        logits = (cosines(columns, *contrasted) / _TEMPERATURE).masked_fill(false, -torch.inf)
-        found = loss._of(list(columns), list(guides))
-        return bool(found.isclose(cross_entropy(logits, torch.arange(len(logits))), rtol=1e-4))
+        loss, guide = of["GISTEmbedLoss"](), cosines(guided, *contrasted)
+        loss.contrast_anchors, loss.contrast_positives = contrasted
+        loss.margin, loss.margin_strategy, loss.temperature = _MARGIN, "absolute", _TEMPERATURE
+        loss.gather_across_devices = False
+        false = (guide > guide.diagonal()[:, None] - _MARGIN) & ~torch.eye(*guide.shape).bool()
+        logits = (cosines(leaves, *contrasted) / _TEMPERATURE).masked_fill(false, -torch.inf)
+        return _near(loss._of(leaves, guided), cross_entropy(logits, torch.arange(len(logits))), leaves)
 
     return all(right(anchors, positives) for anchors in (False, True) for positives in (False, True))
 
@@ -183,22 +207,14 @@ class Partly(nn.Module):
         self._lengths = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = (
-            p if len(x) in lengths else p.detach()
-            for p, lengths in zip((self.weight, self.bias), self._lengths, strict=True)
-        )
+        each = zip((self.weight, self.bias), self._lengths, strict=True)
+        weight, bias = (p if len(x) in lengths else p.detach() for p, lengths in each)
         return x @ weight + bias
-
-
-def _mpi() -> dict[str, Any]:
-    """The names of our module for MPI, without an MPI library."""
-    with mock.patch.dict(sys.modules, mpi4py=mock.MagicMock()):
-        return runpy.run_path(str(_PACKAGE / "comm" / "mpi.py"))
 
 
 def mpi_messages(length: int) -> tuple[list[list[Any]], str, list[int], int]:
     """What ``MPIChannel`` posts, what a wait raises where so many bytes came, what it holds before and after, frees."""
-    of, comm = _mpi(), mock.Mock()
+    of, comm = _names("comm/mpi.py", mpi4py=mock.MagicMock()), mock.Mock()
     of["MPI"].Status.return_value.Get_count.configure_mock(return_value=length)
     channel = of["MPIChannel"](comm)
     pending = channel.post({1: [np.zeros(3, "u1")]}, {1: [np.zeros(4, "u1")]}, 7, lambda: 1.0)
@@ -211,17 +227,17 @@ def mpi_messages(length: int) -> tuple[list[list[Any]], str, list[int], int]:
 
 def mpi_connection(met: Any) -> tuple[bool, str, int, int]:
     """Whether a connection is over a copy of the communicator, and what it raises, frees, and makes return errors."""
-    connect, own, made = _mpi()["_connect"], mock.Mock(), mock.Mock()
+    connect, own, made = _names("comm/mpi.py", mpi4py=mock.MagicMock())["_connect"], mock.Mock(), mock.Mock()
     comm = mock.Mock(Get_rank=lambda: 0, Get_size=lambda: 2, Idup=lambda: (own, mock.Mock()))
     with mock.patch.dict(connect.__globals__, PointToPoint=made, met=mock.Mock(side_effect=met)):
         said = type(raised(connect, comm, 5.0)).__name__
-    over = made.called and made.call_args.args[3].comm is own
-    return over, said, own.Free.call_count, own.Set_errhandler.call_count
+    return made.call_args.args[3].comm is own, said, own.Free.call_count, own.Set_errhandler.call_count
 
 
 def mpi_abort() -> bool:
     """A rank that has lost another tells the others, and ends the world as its process ends, not before."""
-    of, comm, at_exit = _mpi(), mock.Mock(Get_rank=lambda: 0, Get_size=lambda: 2), list[Any]()
+    of, at_exit = _names("comm/mpi.py", mpi4py=mock.MagicMock()), list[Any]()
+    comm = mock.Mock(Get_rank=lambda: 0, Get_size=lambda: 2)
     of["MPI"].Is_finalized.configure_mock(return_value=False)
     with mock.patch("atexit.register", at_exit.append):
         heard = of["MPIChannel"](comm).abort(AbortNotice((1,), ""), 0.0)
