@@ -150,7 +150,7 @@ class _BackwardPass:
             rest = max(1, self.m - self.start)
             step = self.tiles.family.step
             self.height, self.width = backward_chunk(rest, self.n, size, step, options)
-            # G of the other rows comes in the place of what was kept, unless memory for that was asked for
+            # G of the other rows overwrites what was kept, unless memory for that was asked for
             self.place: Any = None
             if kept is not None and self.start < self.m and not is_keep_given(options):
                 self.place = kept.place(self.width)
