@@ -152,6 +152,16 @@ def _vanished(draw: Draw, guide: int | None = None) -> Problem:
     return made
 
 
+def _one_sided(draw: Draw) -> Problem:
+    rows, columns = units(draw, 33, 47, 72)
+    columns[11] = rows[3]
+    made = with_limits(softmax_problem(rows, columns, 100.0, **_signed(draw, 33, 47)))
+    assert made.row_limits is not None
+    # this pair, at 144 in base 2, is left out of its column alone
+    made.row_limits[3] = 128.0
+    return made
+
+
 def _staircase(draw: Draw, sign: float) -> Problem:
     rows, columns = draw.standard_normal((17, 16)) / 4, draw.standard_normal((53, 16)) / 4
     rows[:, 0], columns[:, 0] = 1.0, sign * 3.0 * np.arange(53)
@@ -318,6 +328,7 @@ CASES: dict[str, Callable[[Draw], Problem]] = {
     "hot": _hot,
     "limits": partial(_limits, scale=10.0),
     "limits@vanished": _vanished,
+    "limits@one-sided": _one_sided,
     "limits-hot": partial(_limits, scale=200.0),
     "guide": partial(_limits, scale=10.0, guide=23),
     "guide@vanished": partial(_vanished, guide=19),
@@ -385,6 +396,7 @@ ABOUT = {
     "hot": "pairs of a trained model at scale 100: the probability of the positive is near 1 and G cancels",
     "limits": "negatives beyond the limits of their rows, and others beyond those of their columns, are left out",
     "limits@vanished": "limits leave a row and a column no negative; of another row all underflow",
+    "limits@one-sided": "what counts for a row is far above all that counts for any column",
     "limits-hot": "what is left out is far above all that counts: its exponential overflows",
     "guide": "limits of a guide's dot products, which say nothing of the logits; its width fits no tile",
     "guide@vanished": "a guide leaves a row and a column no negative; of another row all underflow",

@@ -18,7 +18,7 @@ import torch
 from contrastile.backends.contract import Array, Block, Options, Pairs, SideWeights, Weights
 from contrastile.backends.pairs import difference, head, merged_pairs
 from contrastile.backends.torch.accumulators import Accumulators
-from contrastile.backends.torch.pairs import BlockPairs, Masks, cut
+from contrastile.backends.torch.pairs import BlockPairs, cut
 from contrastile.backends.torch.products import LOG2_E, Products, converted
 from contrastile.backends.torch.statistics import farthest, shared_reference
 from contrastile.backends.torch.tiles import Tile, primitive, tiles
@@ -48,17 +48,19 @@ def gradients(
         bars = [x for each in (rows, columns) if each is not None and each.bars for x in each.bars]
         products.bound_gradient(*bars, *(side.weight for side in sides), *(side.term for side in sides))
     certain = block.pairs.match == "target" and any(not products.sync or s.needs_entries for s in sides)
-    kept, shared, named = None, None, block.pairs.match != "target"
+    kept, shared = None, None
     # entries of certain positives are made of logits
     if weights.kept is not None and not certain:
         kept = weights.kept
-        shared = _shared(sides, named, state, float(kept[-1]))
+        shared = _shared(sides, block.pairs, state, float(kept[-1]))
     if shared is None:
-        kept, shared = None, _shared(sides, named, state, None) if products.sync else None
+        kept, shared = None, _shared(sides, block.pairs, state, None) if products.sync else None
     if kept is not None and block.pairs.match == "drop":
         # pairs of equal ids are 0 already
-        block = replace(block, pairs=Pairs(block.pairs.positives, block.pairs.excluded))
+        block = replace(block, pairs=replace(block.pairs, row_ids=None, column_ids=None))
     pairs = BlockPairs(block, products.sync)
+    # the bits that the forward pass has compared with limits
+    compared = None if weights.kept is None else float(weights.kept[-1])
     of_positives, entries = pairs.of_positives(), None
     if of_positives is not None:
         # (m,); that of a row without a positive is not to be read
@@ -70,13 +72,14 @@ def gradients(
         exact = None
         if certain and matched is not None:
             exact = _entries(sides, tile.x.double(), (tile.rows, None), (tile.columns,)).to(state)
-        beyond = tile.pairs.beyond(tile.x)
-        if kept is not None and shared is not None:
-            tile = _from_kept(tile, shared)
-        elif shared is not None:
-            _from_shared(tile, shared, beyond)
+        if shared is None:
+            _from_own(tile, sides, compared)
+        elif kept is None:
+            _from_shared(tile, shared, compared, limited=block.pairs.limited)
         else:
-            _from_own(tile, sides, beyond)
+            # the exponentials stay as they are
+            torch.mul(tile.x, _factors(tile, shared, compared, known=True), out=tile.spare)
+            tile = tile._replace(x=tile.spare, spare=tile.x if matched is None else torch.empty_like(tile.x))
         if kept is None:
             # after the exponentials: a pair that is not admitted may have overflowed, or be NaN
             tile.pairs.silence(tile.x, 0.0)
@@ -260,27 +263,34 @@ def _entries(sides: list[_SideShare], x: torch.Tensor, *places: Any) -> torch.Te
 
 
 class _Shared(NamedTuple):
-    """The reference r, and each side's ``weight 2^(r - lse)``, state dtype."""
+    """The reference r, the most that a logit which counts exceeds it by, and each side's ``weight 2^(r - lse)``."""
 
     reference: float
+    most: float
     coefficients: list[torch.Tensor]
 
 
-def _shared(sides: list[_SideShare], named: bool, state: torch.dtype, kept: float | None) -> _Shared | None:
+def _shared(sides: list[_SideShare], pairs: Pairs, state: torch.dtype, kept: float | None) -> _Shared | None:
     """The reference of ``kept`` exponentials, or that of the largest logit; None where it does not serve.
 
     It does while every ``w 2^(r - L)`` is a normal number; while no exponential overflows, a logit being at most the
-    log-sum-exp of its row and of its column, where entries that are ``named`` are not made of one; while a term that is
-    flushed costs a probability at most 2^-100; and while ``x - r`` is not rounded far above its x.
+    log-sum-exp of its row and of its column, with limits of one of them, where entries of named positives are not made
+    of one; while a term that is flushed costs a probability at most 2^-100; and while ``x - r`` is not rounded far
+    above its x.
     """
     counting = [side for side in sides if side.silent is None or not bool(side.silent.all())]
     lses = [_extremes(side.not_silent(side.exact_lse)) for side in counting]
     low, top = min((x for x, _ in lses), default=math.nan), max((x for _, x in lses), default=math.nan)
-    # a side without silent members bounds all logits
-    bounding = [side for side in counting if side.silent is None]
+    # a side without silent members bounds all logits; with limits each bounds those that count there
+    bounding = [side for side in counting if side.silent is None or pairs.limited]
     if not bounding or not math.isfinite(low) or not math.isfinite(top):
         return None
-    largest = min(_extremes(x.negative)[1] * LOG2_E if named else _extremes(x.exact_lse)[1] for x in bounding)
+    named = pairs.match != "target"
+    bounds = [
+        _extremes(x.not_silent(x.negative))[1] * LOG2_E if named else _extremes(x.not_silent(x.exact_lse))[1]
+        for x in bounding
+    ]
+    largest = (max if pairs.limited else min)(bounds)
     reference = shared_reference(largest) if kept is None else kept
     weights = [
         side.extremes if side.silent is None else _extremes(side.not_silent(side.exact_weight).abs())
@@ -293,7 +303,7 @@ def _shared(sides: list[_SideShare], named: bool, state: torch.dtype, kept: floa
     finite = (kept is not None or largest - reference < room - 8) and reference - low + math.log2(most) < room - 1
     if not (normal and finite and reference - low <= 26.0 and _near(counting, reference)):
         return None
-    return _Shared(reference, [side.coefficients(reference) for side in sides])
+    return _Shared(reference, room - 8, [side.coefficients(reference) for side in sides])
 
 
 def _near(sides: list[_SideShare], reference: float) -> bool:
@@ -306,50 +316,45 @@ def _near(sides: list[_SideShare], reference: float) -> bool:
     return all(bool(((x >= least) | (x == -math.inf)).all()) for x in negatives)
 
 
-def _from_shared(tile: Tile, shared: _Shared, beyond: Masks) -> None:
-    """Turn the tile's logits into probabilities times weights, one exponential per element.
-
-    Those that are beyond a side's limits are 0 there: see ``TilePairs.beyond``.
-    """
+def _from_shared(tile: Tile, shared: _Shared, compared: float | None, *, limited: bool) -> None:
+    """Turn the tile's logits into probabilities times weights, one exponential per element."""
+    factors = _factors(tile, shared, compared)
     if shared.reference != 0.0:
         tile.x.sub_(shared.reference)
-    tile.x.exp2_()
-    row = cut(shared.coefficients[0], tile.rows)[:, None]
-    if any(x is not None for x in beyond):
-        factors = [row, *(cut(x, tile.columns) for x in shared.coefficients[1:])]
-        # 0 times what has overflowed would be NaN
-        terms = [_left_out(tile.x * factor, where) for factor, where in zip(factors, beyond, strict=False)]
-        tile.x.copy_(terms[0] if len(terms) == 1 else terms[0] + terms[1])
-    elif len(shared.coefficients) == 1:
-        tile.x.mul_(row)
-    else:
-        tile.x.mul_(torch.add(row, cut(shared.coefficients[1], tile.columns), out=tile.spare))
+    if limited:
+        # those that count are at most so large; 0 times what has overflowed would be NaN
+        tile.x.clamp_max_(shared.most)
+    tile.x.exp2_().mul_(factors)
 
 
-def _from_kept(tile: Tile, shared: _Shared) -> Tile:
-    """The tile with probabilities times weights for x; its exponentials stay as they are."""
+def _factors(tile: Tile, shared: _Shared, compared: float | None, *, known: bool = False) -> torch.Tensor:
+    """What the tile's exponentials are multiplied by, of shape (tr, tc) or one that broadcasts to it."""
     row = cut(shared.coefficients[0], tile.rows)[:, None]
+    within = tile.pairs.within(1, tile.x, tile.spare, compared, known=known)
+    row = row if within is None else within.mul_(row)
     if len(shared.coefficients) == 1:
-        torch.mul(tile.x, row, out=tile.spare)
-    else:
-        torch.add(row, cut(shared.coefficients[1], tile.columns), out=tile.spare).mul_(tile.x)
-    return tile._replace(x=tile.spare, spare=tile.x if tile.pairs.matched is None else torch.empty_like(tile.x))
+        return row
+    column = cut(shared.coefficients[1], tile.columns)
+    within = tile.pairs.within(0, tile.x, None, compared, known=known)
+    return torch.add(row, column if within is None else within.mul_(column), out=tile.spare)
 
 
-def _left_out(x: torch.Tensor, where: torch.Tensor | None) -> torch.Tensor:
-    """X, overwritten with 0 there."""
-    return x if where is None else x.masked_fill_(where, 0.0)
-
-
-def _from_own(tile: Tile, sides: list[_SideShare], beyond: Masks) -> None:
+def _from_own(tile: Tile, sides: list[_SideShare], compared: float | None) -> None:
     """The same with one exponential per element and side."""
+    rows, columns = (tile.pairs.beyond(dim, tile.x, compared) for dim in (1, 0))
     if len(sides) == 2:
         _probabilities(tile.x, tile.spare, sides[1], (None, tile.columns))
-        _left_out(tile.spare, beyond[1])
+        _left_out(tile.spare, columns)
     _probabilities(tile.x, tile.x, sides[0], (tile.rows, None))
-    _left_out(tile.x, beyond[0])
+    _left_out(tile.x, rows)
     if len(sides) == 2:
         tile.x.add_(tile.spare)
+
+
+def _left_out(x: torch.Tensor, where: torch.Tensor | None) -> None:
+    """Overwrite x with 0 there."""
+    if where is not None:
+        x.masked_fill_(where, 0.0)
 
 
 def _probabilities(x: torch.Tensor, out: torch.Tensor, side: _SideShare, at: tuple[slice | None, slice | None]) -> None:

@@ -43,8 +43,7 @@ def keeping(block: Block, columns: bool, options: Options) -> Statistics:
 
     See ``contract.Backend.keeping``. Memory beyond the result: a tile, and O(m + n) in float64.
     """
-    kept = None if block.pairs.limited else room(block.rows, block.columns, state_of(block.rows))
-    return _statistics(block, columns, options, kept)
+    return _statistics(block, columns, options, room(block.rows, block.columns, state_of(block.rows)))
 
 
 def _statistics(block: Block, columns: bool, options: Options, kept: torch.Tensor | None) -> Statistics:
@@ -208,7 +207,8 @@ def _shared(
     reference: float | None = None
     for tile in tiles(block, found.pairs, products, options, kept):
         found.take_named(tile)
-        beyond = tile.pairs.beyond(tile.x)
+        # what the gradients will have: exponentials where they are kept, else logits
+        within = [None if kept is not None else tile.pairs.within(side.dim, tile.x, None, None) for side in found.sides]
         tile.pairs.silence(tile.x, -math.inf)
         if tile.pairs.matched is None:
             tile.pairs.hide_positives(tile.x, -math.inf)
@@ -219,14 +219,17 @@ def _shared(
         if reference != 0.0:
             tile.x.sub_(reference)
         negatives = tile.x.exp2_()
+        spare = tile.spare
         if tile.pairs.matched is not None:
             positives = _product(tile.x, tile.pairs.matched, tile.spare.copy_(tile.pairs.matched))
             for side in found.sides:
                 side.add("positive", tile, positives)
             # what was infinite is NaN now, and its sum is not exact
-            negatives = torch.sub(tile.x, positives, out=positives)
-        for side, count, left_out in zip(found.sides, counts, beyond, strict=False):
-            side.add("negative", tile, negatives if left_out is None else negatives.masked_fill(left_out, 0.0))
+            negatives, spare = torch.sub(tile.x, positives, out=positives), None
+        for side, count, factor in zip(found.sides, counts, within, strict=False):
+            if kept is not None:
+                factor = tile.pairs.within(side.dim, tile.x, spare, reference, known=True)
+            side.add("negative", tile, negatives if factor is None else factor.mul_(negatives))
             # the last rows complete these columns: failing here, not at the end, wastes least
             complete = side.dim == 0 and tile.last_rows
             if complete and not _exact(cut(side["negative"], tile.columns), count, products.state, reference):
@@ -280,7 +283,7 @@ def _own(block: Block, columns: bool, options: Options, products: Products) -> _
     for tile in tiles(block, found.pairs, products, options):
         found.take_named(tile)
         found.take_matched(tile, _selection, torch.float64)
-        beyond = tile.pairs.beyond(tile.x)
+        beyond = [tile.pairs.beyond(side.dim, tile.x) for side in found.sides]
         matched = tile.pairs.matched
         if matched is not None:
             tile.spare.copy_(tile.x).masked_fill_(~matched, -math.inf)
