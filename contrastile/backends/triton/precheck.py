@@ -218,8 +218,8 @@ def _store_peaks(at, side, i, inside, scale, bias, MATCHED: tl.constexpr):
         most = w * (1.0 + t if MATCHED else tl.maximum(sigmoid(less - more), 2.0**-64).to(tl.float32))
     most = tl.where(counts, tl.where(most < float("inf"), most, float("inf")), 0.0)
     tl.store(at + _MOST, tl.max(most, 0))
-    # more - less > 5.6: the excess is under 2^-8
-    sure = counts & (t > 0.5) & (more - less > 5.6) if share is None else counts
+    # more - less > 5.6: the excess is under 2^-8; a silent row's bars say nothing of positives, of which L is no bound
+    sure = counts & (t > 0.5) & (more - less > 5.6) if share is None else inside
     tl.store(at + _SURE, tl.max(tl.where(sure, 1.0, 0.0), 0))
 
 

@@ -122,6 +122,16 @@ def _few(draw: Draw, given: Arguments) -> Arguments:
     return _with(given, ids=draw.integers(0, max(1, b // 3), b))
 
 
+def _poles(draw: Draw, b: int, d: int) -> Pairs:
+    """Pairs of one direction and of its opposite in turns."""
+    rows, columns = ((-1.0) ** np.arange(b)[:, None] * x for x in _together(draw, b, d))
+    return rows, columns
+
+
+def _pole(draw: Draw, given: Arguments) -> Arguments:
+    return _with(given, ids=np.arange(len(given.features[0])) % 2)
+
+
 def _far(draw: Draw, given: Arguments) -> Arguments:
     return _with(given, ids=FAR[draw.integers(0, len(FAR), len(given.features[0]))])
 
@@ -237,6 +247,14 @@ _OPTIONS = (
         "inside",
         "the sum over positives inside of the logarithm",
         *(HIGH, _ROWWISE, _optional(_few, weighted=False, **_SHARED, **_INSIDE)),
+    ),
+    replace(
+        _option(
+            "inside@poles",
+            "a sum inside, positives far above all negatives: its derivatives are 0 in float32",
+            *(1000.0, _ROWWISE, _optional(_pole, weighted=False, **_SHARED, **_INSIDE)),
+        ),
+        draw=_poles,
     ),
     _option("inside@labels", "SupCon's L_in", HIGH, ("sup_con",), _optional(labelled(distinct), **_INSIDE), 301, 24),
     _option("smoothing", "label smoothing", 20.0, _ROWWISE, _optional(label_smoothing=0.3)),

@@ -43,8 +43,9 @@ extern "C" __global__ void __launch_bounds__(256) weight_bounds(const __grid_con
             peaks[2] = fmaxf(peaks[2], -w);
             // bars are relative to the largest of their row: there N says nothing of what a term counts
             peaks[5] = fmaxf(peaks[5], bars ? infinity() : -(negatives > -infinity() ? negatives : log));
-            if (bars || is_certain(negatives, positives, target)) peaks[4] = 1.0f;
         }
+        // a silent row's bars say nothing of its positives, which L is no bound of
+        if (bars || (w != 0.0f && is_certain(negatives, positives, target))) peaks[4] = 1.0f;
     }
     block_largest(peaks);
     if (threadIdx.x != 0) return;
