@@ -1,7 +1,7 @@
 """Calls of the public API of which ``calls.txt`` says what comes of them: verify and the tests hold them to it.
 
-Each line of the text is a call. Above the calls stands what is known of them, the array libraries to try and, after
-"without", a package to hide:
+Each line of the text is a call; one that begins with "..." goes on with it. Above the calls stands what is known of
+them, the array libraries to try and, after "without", a package to hide:
 
 * an error's name: they raise it, and it says what is below the call, if anything. Where there is ``each``, its first
   option is right, and is computed before;
@@ -165,12 +165,19 @@ def namespace(library: str, door: Callable[..., Any] | None = None, each: Each |
     return Names(contrastile=contrastile if door is None else _Through(door), **made, **arrays)
 
 
+_MORE = 4 * " " + "... "
+"""Begins a line that goes on with the call of the line before."""
+
+
 def read(text: str) -> dict[str, list[Call]]:
     """The calls of a text by their titles."""
     found: dict[str, list[Call]] = {}
     title, like = "", Call("", "")
     for line in filter(None, text.splitlines()):
-        if line.startswith(8 * " "):
+        if line.startswith(_MORE):
+            last = found[title][-1]
+            found[title][-1] = replace(last, text=f"{last.text} {line.removeprefix(_MORE).strip()}")
+        elif line.startswith(8 * " "):
             found[title][-1] = replace(found[title][-1], says=line.strip())
         elif line.startswith(" "):
             found[title].append(replace(like, text=line.strip()))

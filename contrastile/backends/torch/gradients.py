@@ -330,31 +330,31 @@ def _from_shared(tile: Tile, shared: _Shared, compared: float | None, *, limited
 def _factors(tile: Tile, shared: _Shared, compared: float | None, *, known: bool = False) -> torch.Tensor:
     """What the tile's exponentials are multiplied by, of shape (tr, tc) or one that broadcasts to it."""
     row = cut(shared.coefficients[0], tile.rows)[:, None]
-    within = tile.pairs.within(1, tile.x, tile.spare, compared, known=known)
+    within = tile.pairs.within(1, tile.x, compared, tile.spare, known=known)
     row = row if within is None else within.mul_(row)
     if len(shared.coefficients) == 1:
         return row
     column = cut(shared.coefficients[1], tile.columns)
-    within = tile.pairs.within(0, tile.x, None, compared, known=known)
+    within = tile.pairs.within(0, tile.x, compared, None, known=known)
     return torch.add(row, column if within is None else within.mul_(column), out=tile.spare)
 
 
 def _from_own(tile: Tile, sides: list[_SideShare], compared: float | None) -> None:
     """The same with one exponential per element and side."""
-    rows, columns = (tile.pairs.beyond(dim, tile.x, compared) for dim in (1, 0))
+    rows, columns = (tile.pairs.within(dim, tile.x, compared, None) for dim in (1, 0))
     if len(sides) == 2:
         _probabilities(tile.x, tile.spare, sides[1], (None, tile.columns))
-        _left_out(tile.spare, columns)
+        _limit(tile.spare, columns)
     _probabilities(tile.x, tile.x, sides[0], (tile.rows, None))
-    _left_out(tile.x, rows)
+    _limit(tile.x, rows)
     if len(sides) == 2:
         tile.x.add_(tile.spare)
 
 
-def _left_out(x: torch.Tensor, where: torch.Tensor | None) -> None:
-    """Overwrite x with 0 there."""
-    if where is not None:
-        x.masked_fill_(where, 0.0)
+def _limit(x: torch.Tensor, within: torch.Tensor | None) -> None:
+    """Overwrite x with 0 where a pair is not within its limit, also NaN."""
+    if within is not None:
+        x.masked_fill_(within == 0.0, 0.0)
 
 
 def _probabilities(x: torch.Tensor, out: torch.Tensor, side: _SideShare, at: tuple[slice | None, slice | None]) -> None:

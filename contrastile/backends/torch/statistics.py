@@ -228,7 +228,7 @@ def _shared(
             negatives, spare = torch.sub(tile.x, positives, out=positives), None
         for side, count, factor in zip(found.sides, counts, within, strict=False):
             if kept is not None:
-                factor = tile.pairs.within(side.dim, tile.x, spare, reference, known=True)
+                factor = tile.pairs.within(side.dim, tile.x, reference, spare, known=True)
             side.add("negative", tile, negatives if factor is None else factor.mul_(negatives))
             # the last rows complete these columns: failing here, not at the end, wastes least
             complete = side.dim == 0 and tile.last_rows
@@ -283,7 +283,7 @@ def _own(block: Block, columns: bool, options: Options, products: Products) -> _
     for tile in tiles(block, found.pairs, products, options):
         found.take_named(tile)
         found.take_matched(tile, _selection, torch.float64)
-        beyond = [tile.pairs.beyond(side.dim, tile.x) for side in found.sides]
+        within = [tile.pairs.within(side.dim, tile.x, None, None) for side in found.sides]
         matched = tile.pairs.matched
         if matched is not None:
             tile.spare.copy_(tile.x).masked_fill_(~matched, -math.inf)
@@ -292,8 +292,8 @@ def _own(block: Block, columns: bool, options: Options, products: Products) -> _
         # -inf before the maximum: a pair that is not a negative must never be the reference
         tile.pairs.silence(tile.x, -math.inf)
         tile.pairs.hide_positives(tile.x, -math.inf)
-        for side, left_out in zip(found.sides, beyond, strict=False):
-            x = tile.x if left_out is None else tile.x.masked_fill(left_out, -math.inf)
+        for side, factor in zip(found.sides, within, strict=False):
+            x = tile.x if factor is None else tile.x.masked_fill(factor == 0.0, -math.inf)
             merge(cut(side["negative"], side.of(tile)), _tile_lse(x, side.dim, out=tile.spare))
     if block.pairs.match != "target":
         # +inf has no softmax
