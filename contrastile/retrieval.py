@@ -425,7 +425,7 @@ def _first(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return values[:, :k], at[:, :k]
     if values.shape[1] > k:
         # topk may take any of the equal ones
-        tied = values[:, k] == values[:, k - 1]
+        tied = (values[:, k] < values[:, k - 1]).logical_not_()
         values, at = values[:, :k], at[:, :k]
         if bool(tied.any()):
             several = x[tied].sort(dim=1, descending=True, stable=True)
