@@ -127,25 +127,25 @@ def with_guide(problem: Problem, draw: Draw, dtype: str, width: int = 19) -> Pro
     return replace(problem, row_guide=row_guide, column_guide=column_guide)
 
 
-def with_limits(problem: Problem) -> Problem:
+def with_limits(problem: Problem, draw: Draw | None = None) -> Problem:
     """The problem with limits that leave out some of each row's and of each column's negatives.
 
-    A limit lies in the middle of a wide gap, far from everything that is compared with it: a rounding moves nothing
-    across.
+    A limit lies in the middle of a wide gap, the widest or one that is drawn, far from everything that is compared with
+    it: a rounding moves nothing across.
     """
     bias = 0.0 if problem.bias is None else float(problem.bias)
     x = similarities(problem, logits(problem.rows, np.concatenate(problem.columns), problem.scale, bias))
-    limits = [_in_widest_gaps(each) for each in (x, x.T)]
+    limits = [_in_wide_gaps(each, draw) for each in (x, x.T)]
     return replace(problem, row_limits=limits[0], column_limits=None if problem.column_weight is None else limits[1])
 
 
-def _in_widest_gaps(x: FloatArray) -> FloatArray:
-    """The middle of the widest gap in the upper half of each row, in float32; inf where all are alike."""
+def _in_wide_gaps(x: FloatArray, draw: Draw | None) -> FloatArray:
+    """The middle of a wide gap in the upper half of each row, in float32; inf where there is none."""
     upper = np.sort(x, axis=1)[:, x.shape[1] // 2 :]
     if upper.shape[1] < 2:
         return np.full(len(x), np.inf)
     gaps = np.diff(upper, axis=1)
-    at = gaps.argmax(axis=1)[:, None]
+    at = (gaps if draw is None else gaps * draw.random(gaps.shape)).argmax(axis=1)[:, None]
     low, gap = (np.take_along_axis(each, at, axis=1)[:, 0] for each in (upper, gaps))
     return round_to(np.where(gap > 0.02 * np.abs(x).max(axis=1), low + gap / 2, np.inf), "float32")
 

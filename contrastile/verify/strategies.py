@@ -176,7 +176,7 @@ def problem(seed: int, number: int, dtype: str) -> Drawn:
     two_sided = kind == "softmax" and not itself and random.random() < 0.5
     if kind == "softmax" and not itself and random.random() < 0.2:
         sided = replace(bare, column_weight=np.zeros(n) if two_sided else None)
-        bare = with_limits(with_guide(sided, random, dtype) if random.random() < 0.5 else sided)
+        bare = with_limits(with_guide(sided, random, dtype) if random.random() < 0.5 else sided, random)
     admitted, positive = masks(bare)
     x = logits(rows, columns, bare.scale, 0.0 if bare.bias is None else float(bare.bias))
     x = similarities(bare, x)
@@ -203,13 +203,15 @@ def _partners(m: int, random: Draw) -> IntArray:
 
 
 def _features(random: Draw, m: int, n: int, d: int) -> Pairs:
-    """Unit vectors; entries in {-1, 0, 1}; a few vectors repeated; or pairs that nearly agree."""
-    kind = random.choice(["normal", "signs", "twins", "trained"])
+    """Unit vectors; entries in {-1, 0, 1}; a few directions and their opposites; or pairs that nearly agree."""
+    kind = random.choice(["normal", "signs", "few", "trained"])
     if kind == "signs":
         return signs(random, m, n, d)
     rows, columns = (random.standard_normal((size, d)) for size in (m, n))
-    if kind == "twins":
-        rows, columns = (x[np.arange(len(x)) % 3] if len(x) > 3 else x for x in (rows, columns))
+    if kind == "few":
+        directions = random.standard_normal((random.integers(1, 7), d))
+        signed = np.concatenate([directions, directions, -directions])
+        rows, columns = (signed[random.integers(0, len(signed), size)] for size in (m, n))
     if kind == "trained":
         rows = columns[np.arange(m) % n] + 0.1 * rows
     rows, columns = (float64(x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-3)) for x in (rows, columns))
