@@ -165,18 +165,14 @@ def namespace(library: str, door: Callable[..., Any] | None = None, each: Each |
     return Names(contrastile=contrastile if door is None else _Through(door), **made, **arrays)
 
 
-_MORE = 4 * " " + "... "
-"""Begins a line that goes on with the call of the line before."""
-
-
 def read(text: str) -> dict[str, list[Call]]:
     """The calls of a text by their titles."""
     found: dict[str, list[Call]] = {}
     title, like = "", Call("", "")
     for line in filter(None, text.splitlines()):
-        if line.startswith(_MORE):
+        if line.startswith("    ... "):
             last = found[title][-1]
-            found[title][-1] = replace(last, text=f"{last.text} {line.removeprefix(_MORE).strip()}")
+            found[title][-1] = replace(last, text=f"{last.text} {line[8:].strip()}")
         elif line.startswith(8 * " "):
             found[title][-1] = replace(found[title][-1], says=line.strip())
         elif line.startswith(" "):

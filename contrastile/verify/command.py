@@ -50,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.html",
         help="write it all as one page: verdict, heat map, plots, environment",
     )
-    add("--badge", type=Path, metavar="FILE.svg", help="write the verdict as a badge, and print a row for a README")
     add("-x", "--fail-fast", action="store_true", help="stop at the first failure")
     add("--list", action="store_true", help="list backends, cases and properties, and run nothing")
     add("--quiet", action="store_true", help="print only the failures and the verdict")
@@ -93,7 +92,7 @@ def _prepare(args: argparse.Namespace, world: World | None) -> None:
     args.left_out = settle(args)
     require_packages(*["rich"] * (not args.quiet), *["matplotlib"] * (args.report is not None))
     # the leader writes; every rank must know whether it can
-    reason = why_not_writable(args.json, args.report, args.badge) if world is None or world.leads else None
+    reason = why_not_writable(args.json, args.report) if world is None or world.leads else None
     reason = reason if world is None else world.share(reason)
     if reason is not None:
         raise CannotRunError(reason)
@@ -155,7 +154,4 @@ def _verdict(args: argparse.Namespace, rows: list[Row], failures: list[Failure],
         write_text(args.report, page.page(rows, failures, words, seconds, args.left_out, args.seed))
     if leads:
         report.show(rows, failures, quiet=args.quiet, seconds=seconds, left_out=args.left_out)
-    if leads and args.badge is not None:
-        write_text(args.badge, page.badge(rows))
-        print(page.markdown(rows, words, args.seed))
     return {"pass": PASS, "fail": FAIL, "incomplete": COULD_NOT_RUN}[report.verdict(rows)]

@@ -1,4 +1,4 @@
-"""The run as one HTML file, which loads nothing and needs no JavaScript, and as a badge and a row for a README."""
+"""The run as one HTML file, which loads nothing and needs no JavaScript."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
-from importlib.metadata import packages_distributions
 
-from contrastile.backends.registry import installed_version
 from contrastile.environment import environment
 from contrastile.verify import growth, plots, report
 from contrastile.verify.runner import Failure, Row
@@ -29,13 +27,6 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 0.8rem; line-he
 .heat th:first-child { width: 9rem; text-align: left; font-weight: 400; }
 .heat td.failed { background: #b91c1c; color: #ffffff; font-weight: 700; }
 svg { max-width: 100%; height: auto; }
-"""
-
-_COLORS = {"pass": "#15803d", "fail": "#b91c1c", "incomplete": "#b45309"}
-_BADGE = """<svg xmlns="http://www.w3.org/2000/svg" width="250" height="20" role="img" aria-label="verify: {0}">
-<rect width="126" height="20" fill="#374151"/><rect x="126" width="124" height="20" fill="{1}"/>
-<g fill="#ffffff" font-family="Verdana, sans-serif" font-size="11" text-anchor="middle">
-<text x="63" y="14">contrastile verify</text><text x="188" y="14">{0}</text></g></svg>
 """
 
 _LOWEST = -4.0
@@ -76,24 +67,6 @@ def page(
         f"<title>contrastile verify: {word}</title>\n"
         f"<style>{_STYLE}</style>\n</head>\n<body>\n{''.join(body)}</body>\n</html>\n"
     )
-
-
-def badge(rows: Sequence[Row]) -> str:
-    """The verdict as an SVG of one line: how many checks passed, or failed."""
-    word, count = report.verdict(rows), Counter(row["status"] for row in rows)
-    said = f"{count['fail']} failed" if word == "fail" else f"{count['pass']} passed"
-    return _BADGE.format(said + ", incomplete" * (word == "incomplete"), _COLORS[word])
-
-
-def markdown(rows: Sequence[Row], command: Sequence[str], seed: int) -> str:
-    """A table with a row for each loss or backend, and the package that it is from."""
-    lines = ["| package | version | loss | passed | failed | seed | command |", f"|{' --- |' * 7}"]
-    for name, group in report.grouped(rows, lambda row: row["backend"]).items():
-        top = name.partition(":")[0].partition(".")[0] if ":" in name else "contrastile"
-        package, count = packages_distributions().get(top, [top])[0], Counter(row["status"] for row in group)
-        cells = package, installed_version(package) or "-", f"`{name}`", count["pass"], count["fail"], seed
-        lines.append(f"| {' | '.join(map(str, cells))} | `{shlex.join(command)}` |")
-    return "\n".join(lines)
 
 
 def _section(title: str, content: str) -> str:

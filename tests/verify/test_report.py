@@ -13,13 +13,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-import contrastile
 from contrastile.cli import main
 from contrastile.reporting import write_json
 from contrastile.verify import plots
 from contrastile.verify.comparison import Point, Worst
 from contrastile.verify.growth import AXES
-from contrastile.verify.page import badge, markdown, page
+from contrastile.verify.page import page
 from contrastile.verify.report import as_json, causes, show, skips, summary, table, worst
 from contrastile.verify.runner import Failure, Row
 
@@ -216,23 +215,10 @@ def test_a_figure_is_xml_that_names_and_draws_every_line(changes: dict[str, floa
     assert min(drawn.count(look["color"][1:]) for _, look in plots.LINES.values()) > len(AXES)
 
 
-def test_a_badge_and_a_row_say_the_verdict_and_whose_loss_it_is() -> None:
-    gap = row(status="untested")
-    for other, said in ((FAILED, "1 failed"), (SKIPPED, "1 passed"), (gap, "1 passed, incomplete")):
-        assert f">{said}</text>" in badge([PASSED, other])
-    rows = [row(backend=name) for name in ("torch.nn:Loss", "kernels:clip", "triton")]
-    versions = ["| torch | ", "| kernels | - | ", f"| contrastile | {contrastile.__version__} | "]
-    _, _, *lines = markdown([*rows, row(backend="triton", status="fail")], ["contrastile", "verify"], 3).splitlines()
-    assert all(map(str.startswith, lines, versions))
-    assert lines[2].endswith("| `triton` | 1 | 1 | 3 | `contrastile verify` |")
-
-
 def test_the_command_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     words = ["verify", "--backend", "numpy", "--case", "one-row", "--property", "value", "--dtype", "float64"]
-    small = tmp_path / "badge.svg"
-    assert main([*words, "--quiet", "--report", str(path), "--badge", str(small)]) == 0
-    assert "".join(ElementTree.fromstring(small.read_text()).itertext()).strip() == "contrastile verify1 passed"
+    assert main([*words, "--quiet", "--report", str(path)]) == 0
     text = path.read_text(encoding="utf-8")
     assert "contrastile verify --backend numpy --case one-row" in text
     assert "the property growth did not run" in text

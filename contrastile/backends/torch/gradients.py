@@ -48,19 +48,17 @@ def gradients(
         bars = [x for each in (rows, columns) if each is not None and each.bars for x in each.bars]
         products.bound_gradient(*bars, *(side.weight for side in sides), *(side.term for side in sides))
     certain = block.pairs.match == "target" and any(not products.sync or s.needs_entries for s in sides)
-    kept, shared = None, None
+    # the bits that the forward pass has compared with limits are those that it has kept
+    compared = None if weights.kept is None else float(weights.kept[-1])
     # entries of certain positives are made of logits
-    if weights.kept is not None and not certain:
-        kept = weights.kept
-        shared = _shared(sides, block.pairs, state, float(kept[-1]))
+    kept = None if certain else weights.kept
+    shared = None if kept is None else _shared(sides, block.pairs, state, compared)
     if shared is None:
         kept, shared = None, _shared(sides, block.pairs, state, None) if products.sync else None
     if kept is not None and block.pairs.match == "drop":
         # pairs of equal ids are 0 already
         block = replace(block, pairs=replace(block.pairs, row_ids=None, column_ids=None))
     pairs = BlockPairs(block, products.sync)
-    # the bits that the forward pass has compared with limits
-    compared = None if weights.kept is None else float(weights.kept[-1])
     of_positives, entries = pairs.of_positives(), None
     if of_positives is not None:
         # (m,); that of a row without a positive is not to be read
@@ -286,11 +284,8 @@ def _shared(sides: list[_SideShare], pairs: Pairs, state: torch.dtype, kept: flo
     if not bounding or not math.isfinite(low) or not math.isfinite(top):
         return None
     named = pairs.match != "target"
-    bounds = [
-        _extremes(x.not_silent(x.negative))[1] * LOG2_E if named else _extremes(x.not_silent(x.exact_lse))[1]
-        for x in bounding
-    ]
-    largest = (max if pairs.limited else min)(bounds)
+    bounds = [_extremes(x.not_silent(x.negative if named else x.exact_lse))[1] for x in bounding]
+    largest = (max if pairs.limited else min)(bounds) * (LOG2_E if named else 1.0)
     reference = shared_reference(largest) if kept is None else kept
     weights = [
         side.extremes if side.silent is None else _extremes(side.not_silent(side.exact_weight).abs())
@@ -341,20 +336,16 @@ def _factors(tile: Tile, shared: _Shared, compared: float | None, *, known: bool
 
 def _from_own(tile: Tile, sides: list[_SideShare], compared: float | None) -> None:
     """The same with one exponential per element and side."""
-    rows, columns = (tile.pairs.within(dim, tile.x, compared, None) for dim in (1, 0))
-    if len(sides) == 2:
-        _probabilities(tile.x, tile.spare, sides[1], (None, tile.columns))
-        _limit(tile.spare, columns)
-    _probabilities(tile.x, tile.x, sides[0], (tile.rows, None))
-    _limit(tile.x, rows)
+    places = (tile.x, (tile.rows, None)), (tile.spare, (None, tile.columns))
+    within = [tile.pairs.within(dim, tile.x, compared, None) for dim in (1, 0)]
+    # the columns first: the rows' overwrite the logits
+    for side, factor, (out, at) in reversed(list(zip(sides, within, places, strict=False))):
+        _probabilities(tile.x, out, side, at)
+        if factor is not None:
+            # no product: the probability may be NaN
+            out.masked_fill_(factor == 0.0, 0.0)
     if len(sides) == 2:
         tile.x.add_(tile.spare)
-
-
-def _limit(x: torch.Tensor, within: torch.Tensor | None) -> None:
-    """Overwrite x with 0 where a pair is not within its limit, also NaN."""
-    if within is not None:
-        x.masked_fill_(within == 0.0, 0.0)
 
 
 def _probabilities(x: torch.Tensor, out: torch.Tensor, side: _SideShare, at: tuple[slice | None, slice | None]) -> None:

@@ -219,15 +219,15 @@ def _shared(
         if reference != 0.0:
             tile.x.sub_(reference)
         negatives = tile.x.exp2_()
-        spare = tile.spare
         if tile.pairs.matched is not None:
             positives = _product(tile.x, tile.pairs.matched, tile.spare.copy_(tile.pairs.matched))
             for side in found.sides:
                 side.add("positive", tile, positives)
             # what was infinite is NaN now, and its sum is not exact
-            negatives, spare = torch.sub(tile.x, positives, out=positives), None
+            negatives = torch.sub(tile.x, positives, out=positives)
         for side, count, factor in zip(found.sides, counts, within, strict=False):
             if kept is not None:
+                spare = tile.spare if tile.pairs.matched is None else None
                 factor = tile.pairs.within(side.dim, tile.x, reference, spare, known=True)
             side.add("negative", tile, negatives if factor is None else factor.mul_(negatives))
             # the last rows complete these columns: failing here, not at the end, wastes least

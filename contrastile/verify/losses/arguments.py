@@ -77,6 +77,50 @@ def hard(draw: Draw, given: Arguments, count: int) -> FloatArray:
     return unit(rows + unit(draw.standard_normal(rows.shape)))
 
 
+def optional(
+    *makes: Callable[[Draw, Arguments], Arguments], weighted: bool = True, **options: Any
+) -> Callable[[Draw, Arguments], Arguments]:
+    """Options, beside what others make; and weights of three orders of magnitude, some of them 0 or negative."""
+
+    def make(draw: Draw, given: Arguments) -> Arguments:
+        for each in makes:
+            given = each(draw, given)
+        b = len(given.features[0])
+        weights = 10.0 ** draw.uniform(-3, 0, b) * draw.choice((1, 1, 1, 0, -0.1), b) if weighted and b > 1 else None
+        return replace(given, options=options, weights=weights)
+
+    return make
+
+
+def thresholded(
+    *makes: Callable[[Draw, Arguments], Arguments], relative: bool = False
+) -> Callable[[Draw, Arguments], Arguments]:
+    """A threshold beyond which some negatives lie, far from each: what is left out depends on no rounding."""
+
+    def make(draw: Draw, given: Arguments) -> Arguments:
+        given = optional(*makes, weighted=relative)(draw, given)
+        query, key = given.features
+        if relative:
+            # a share of a negative product is above it
+            key = np.where(np.arange(len(key))[:, None] % 5, key, -key)
+        x = query @ np.concatenate([key, *given.negatives]).T
+        positives = given.keywords.get("positives", itself := np.arange(len(x)))
+        own, square = x[itself, positives], x[:, : len(key)]
+        sides = (x, own[:, None], positives), *([] if positives is not itself else [(square, own, itself)])
+        excess = np.concatenate(
+            [
+                (each / limit - 1 if relative else each - limit)[at[:, None] != np.arange(each.shape[1])]
+                for each, limit, at in sides
+            ]
+        )
+        high = np.sort(excess)[-90:-30]
+        at = int(np.diff(high).argmax())
+        options = {"threshold": float(high[at : at + 2].mean()), "threshold_is": "relative" if relative else "absolute"}
+        return replace(given, features=(query, key), options=options)
+
+    return make
+
+
 def with_own(draw: Draw, given: Arguments) -> Arguments:
     """Arguments with up to three negatives of each query, none of some; what lies beyond them is NaN."""
     (b, d), k = given.features[0].shape, 3

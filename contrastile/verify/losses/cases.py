@@ -25,8 +25,10 @@ from contrastile.verify.losses.arguments import (
     hard,
     labelled,
     normalised,
+    optional,
     rounded,
     stated,
+    thresholded,
     with_own,
 )
 from contrastile.verify.losses.claims import KEYWORDS, Claims
@@ -83,6 +85,8 @@ _unpaired = _square(units)
 _together = _square(units, lambda x: 1.0 + x / 16)
 _apart = _square(units, lambda x: 1.0 + x / 8, -1.0)
 """All features of one sign in every component, the columns of the other."""
+_poles = _square(units, lambda x: (-1.0) ** np.arange(len(x))[:, None] * (1.0 + x / 16))
+"""Pairs of one direction and of its opposite in turns."""
 
 
 def _trained(draw: Draw, b: int, d: int) -> Pairs:
@@ -122,16 +126,6 @@ def _few(draw: Draw, given: Arguments) -> Arguments:
     return _with(given, ids=draw.integers(0, max(1, b // 3), b))
 
 
-def _poles(draw: Draw, b: int, d: int) -> Pairs:
-    """Pairs of one direction and of its opposite in turns."""
-    rows, columns = ((-1.0) ** np.arange(b)[:, None] * x for x in _together(draw, b, d))
-    return rows, columns
-
-
-def _pole(draw: Draw, given: Arguments) -> Arguments:
-    return _with(given, ids=np.arange(len(given.features[0])) % 2)
-
-
 def _far(draw: Draw, given: Arguments) -> Arguments:
     return _with(given, ids=FAR[draw.integers(0, len(FAR), len(given.features[0]))])
 
@@ -168,50 +162,6 @@ def _queue(draw: Draw, given: Arguments) -> Arguments:
     return _with(given, row_ids=ids[:b], column_ids=ids[b:])
 
 
-def _optional(
-    *makes: Callable[[Draw, Arguments], Arguments], weighted: bool = True, **options: Any
-) -> Callable[[Draw, Arguments], Arguments]:
-    """Options, beside what others make; and weights of three orders of magnitude, some of them 0 or negative."""
-
-    def make(draw: Draw, given: Arguments) -> Arguments:
-        for each in makes:
-            given = each(draw, given)
-        b = len(given.features[0])
-        weights = 10.0 ** draw.uniform(-3, 0, b) * draw.choice((1, 1, 1, 0, -0.1), b) if weighted and b > 1 else None
-        return replace(given, options=options, weights=weights)
-
-    return make
-
-
-def _thresholded(
-    *makes: Callable[[Draw, Arguments], Arguments], relative: bool = False
-) -> Callable[[Draw, Arguments], Arguments]:
-    """A threshold beyond which some negatives lie, far from each: what is left out depends on no rounding."""
-
-    def make(draw: Draw, given: Arguments) -> Arguments:
-        given = _optional(*makes, weighted=relative)(draw, given)
-        query, key = given.features
-        if relative:
-            # a share of a negative product is above it
-            key = np.where(np.arange(len(key))[:, None] % 5, key, -key)
-        x = query @ np.concatenate([key, *given.negatives]).T
-        positives = given.keywords.get("positives", itself := np.arange(len(x)))
-        own, square = x[itself, positives], x[:, : len(key)]
-        sides = (x, own[:, None], positives), *([] if positives is not itself else [(square, own, itself)])
-        excess = np.concatenate(
-            [
-                (each / limit - 1 if relative else each - limit)[at[:, None] != np.arange(each.shape[1])]
-                for each, limit, at in sides
-            ]
-        )
-        high = np.sort(excess)[-90:-30]
-        at = int(np.diff(high).argmax())
-        options = {"threshold": float(high[at : at + 2].mean()), "threshold_is": "relative" if relative else "absolute"}
-        return replace(given, features=(query, key), options=options)
-
-    return make
-
-
 _ONE, _SELF = ("info_nce",), ("nt_xent", "sup_con")
 _BATCH, _ROWWISE = ("clip_loss", "sigmoid_loss"), ("clip_loss", *_ONE)
 
@@ -224,74 +174,71 @@ def _option(
     make: Callable[[Draw, Arguments], Arguments],
     rows: int = 37,
     width: int = 40,
+    draw: Callable[[Draw, int, int], Pairs] = pairs,
 ) -> Batch:
-    return Batch(name, about, rows, width, scale, pairs, 1.0, "options", make, of)
+    return Batch(name, about, rows, width, scale, draw, 1.0, "options", make, of)
 
 
 _SHARED: dict[str, Any] = {"ids_are": "positives"}
 _INSIDE: dict[str, Any] = {"sum_positives": "inside"}
 _BEFORE = (), (_queue,), (_one_tensor,)
 _OPTIONS = (
-    _option("weights", "weights of samples", HIGH, (*_ROWWISE, *_SELF, "sigmoid_loss"), _optional()),
+    _option("weights", "weights of samples", HIGH, (*_ROWWISE, *_SELF, "sigmoid_loss"), optional()),
     # so many samples are sorted
-    _option("several", "ids that are positives", 20.0, (*_BATCH, *_ONE), _optional(_few, **_SHARED), 301, 24),
+    _option("several", "ids that are positives", 20.0, (*_BATCH, *_ONE), optional(_few, **_SHARED), 301, 24),
     _option(
         "several@mean",
         "positives that share a weight",
         20.0,
         ("sigmoid_loss",),
-        _optional(_few, **_SHARED, mean_positives=True),
+        optional(_few, **_SHARED, mean_positives=True),
     ),
-    _option("own-ids", "a queue of positives", 20.0, _ONE, _optional(_queue, **_SHARED)),
+    _option("own-ids", "a queue of positives", 20.0, _ONE, optional(_queue, **_SHARED)),
     _option(
         "inside",
         "the sum over positives inside of the logarithm",
-        *(HIGH, _ROWWISE, _optional(_few, weighted=False, **_SHARED, **_INSIDE)),
+        *(HIGH, _ROWWISE, optional(_few, weighted=False, **_SHARED, **_INSIDE)),
     ),
-    replace(
-        _option(
-            "inside@poles",
-            "a sum inside, positives far above all negatives: its derivatives are 0 in float32",
-            *(1000.0, _ROWWISE, _optional(_pole, weighted=False, **_SHARED, **_INSIDE)),
-        ),
+    _option(
+        "inside@poles",
+        "a sum inside, positives far above all negatives: its derivatives are 0 in float32",
+        *(1000.0, _ROWWISE, optional(lambda _, x: _with(x, ids=x.features[0][:, 0] > 0), **_SHARED, **_INSIDE)),
         draw=_poles,
     ),
-    _option("inside@labels", "SupCon's L_in", HIGH, ("sup_con",), _optional(labelled(distinct), **_INSIDE), 301, 24),
-    _option("smoothing", "label smoothing", 20.0, _ROWWISE, _optional(label_smoothing=0.3)),
+    _option("inside@labels", "SupCon's L_in", HIGH, ("sup_con",), optional(labelled(distinct), **_INSIDE), 301, 24),
+    _option("smoothing", "label smoothing", 20.0, _ROWWISE, optional(label_smoothing=0.3)),
     _option(
         "smoothing@ids",
         "label smoothing of shared targets",
-        *(20.0, _ROWWISE, _optional(_few, weighted=False, label_smoothing=0.1, **_SHARED)),
+        *(20.0, _ROWWISE, optional(_few, weighted=False, label_smoothing=0.1, **_SHARED)),
     ),
-    _option("smoothing@blocks", "label smoothing of more columns", 20.0, _ONE, _optional(_blocks, label_smoothing=0.3)),
+    _option("smoothing@blocks", "label smoothing of more columns", 20.0, _ONE, optional(_blocks, label_smoothing=0.3)),
     _option(
         "smoothing@many",
         "label smoothing of 1,100 rows",
-        *(20.0, _ONE, _optional(_few_keys, label_smoothing=0.3), 1100, 8),
+        *(20.0, _ONE, optional(_few_keys, label_smoothing=0.3), 1100, 8),
     ),
-    _option("margin", "a margin", 20.0, (*_ROWWISE, *_SELF), _optional(margin=0.35)),
+    _option("margin", "a margin", 20.0, (*_ROWWISE, *_SELF), optional(margin=0.35)),
     # of the shapes of the one before
-    _option("margin@labels", "a margin of L_in", 20.0, ("sup_con",), _optional(sum_positives="inside", margin=0.35)),
-    _option("margin@below", "a margin below 0", HIGH, (*_ROWWISE, *_SELF), _optional(margin=-0.15)),
-    _option(
-        "margin@inside", "a margin, sum inside", 20.0, _ROWWISE, _optional(_few, **_SHARED, **_INSIDE, margin=0.35)
-    ),
+    _option("margin@labels", "a margin of L_in", 20.0, ("sup_con",), optional(sum_positives="inside", margin=0.35)),
+    _option("margin@below", "a margin below 0", HIGH, (*_ROWWISE, *_SELF), optional(margin=-0.15)),
+    _option("margin@inside", "a margin, sum inside", 20.0, _ROWWISE, optional(_few, **_SHARED, **_INSIDE, margin=0.35)),
     *(
-        replace(_option("threshold" + name, about, 20.0, of, make), draw=draw)
+        _option("threshold" + name, about, 20.0, of, make, draw=draw)
         for name, about, of, make, draw in (
-            ("", "negatives far above the positive are left out", _ROWWISE, _thresholded(), _unpaired),
-            ("@ids", "beside false negatives", ("clip_loss",), _thresholded(_few), _unpaired),
-            ("@queue", "of a queue, too", _ONE, _thresholded(_queue), _unpaired),
-            ("@positives", "above positives in three blocks", _ONE, _thresholded(_blocks), _unpaired),
-            ("@exact", "products near limits", _ROWWISE, _optional(weighted=False, threshold=2.0**-13), _square(steps)),
+            ("", "negatives far above the positive are left out", _ROWWISE, thresholded(), _unpaired),
+            ("@ids", "beside false negatives", ("clip_loss",), thresholded(_few), _unpaired),
+            ("@queue", "of a queue, too", _ONE, thresholded(_queue), _unpaired),
+            ("@positives", "above positives in three blocks", _ONE, thresholded(_blocks), _unpaired),
+            ("@exact", "products near limits", _ROWWISE, optional(weighted=False, threshold=2.0**-13), _square(steps)),
         )
     ),
-    _option("threshold@relative", "by a share of the positive", 20.0, _ROWWISE, _thresholded(relative=True)),
-    _option("guide", "a guide without a threshold, and ties", 20.0, _ROWWISE, _optional(guided, weighted=False)),
-    _option("guide@positives", "of positives anywhere", 20.0, _ONE, _optional(_blocks, guided, threshold=-1.0)),
-    _option("guide@queue", "of a queue", 20.0, _ONE, _optional(_queue, guided, threshold=0.5, threshold_is="relative")),
+    _option("threshold@relative", "by a share of the positive", 20.0, _ROWWISE, thresholded(relative=True)),
+    _option("guide", "a guide without a threshold, and ties", 20.0, _ROWWISE, optional(guided, weighted=False)),
+    _option("guide@positives", "of positives anywhere", 20.0, _ONE, optional(_blocks, guided, threshold=-1.0)),
+    _option("guide@queue", "of a queue", 20.0, _ONE, optional(_queue, guided, threshold=0.5, threshold_is="relative")),
     *(
-        replace(_option("own" + name, about, scale, _ONE, _optional(*_BEFORE[queue], with_own, **options)), draw=draw)
+        _option("own" + name, about, scale, _ONE, optional(*_BEFORE[queue], with_own, **options), draw=draw)
         for name, about, scale, draw, queue, options in OWN_NEGATIVES
     ),
 )
@@ -299,7 +246,7 @@ OPTIONS = tuple(each.name for each in _OPTIONS)
 """The cases of options that contrastile's own functions have."""
 
 _MAXSIM = tuple(
-    replace(_option(name, about, HIGH, ("maxsim",), make), draw=draw, keyword=keyword)
+    replace(_option(name, about, HIGH, ("maxsim",), make, draw=draw), keyword=keyword)
     for name, about, make, draw, keyword in (
         ("one-token", "MaxSim of one token for each text", lambda _, given: of_pairs(given, (1, 1)), pairs, ""),
         ("many-tokens", "17 tokens against 33", lambda _, given: of_pairs(given, (17, 33)), pairs, ""),
