@@ -176,13 +176,7 @@ class TilePairs:
             self._excluded.write(x, value)
 
     def within(
-        self,
-        dim: int,
-        x: torch.Tensor,
-        reference: float | None,
-        out: torch.Tensor | None = None,
-        *,
-        known: bool = False,
+        self, dim: int, x: torch.Tensor, reference: float | None, out: torch.Tensor | None, *, known: bool = False
     ) -> torch.Tensor | None:
         """0 where a pair that ids do not make positive exceeds its row's limit, or with dim 0 its column's, else 1.
 
