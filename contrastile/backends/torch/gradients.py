@@ -73,7 +73,7 @@ def gradients(
         if shared is None:
             _from_own(tile, sides, compared)
         elif kept is None:
-            _from_shared(tile, shared, compared, limited=block.pairs.limited)
+            _from_shared(tile, shared, compared)
         else:
             # the exponentials stay as they are
             torch.mul(tile.x, _factors(tile, shared, compared, known=True), out=tile.spare)
@@ -261,10 +261,13 @@ def _entries(sides: list[_SideShare], x: torch.Tensor, *places: Any) -> torch.Te
 
 
 class _Shared(NamedTuple):
-    """The reference r, the most that a logit which counts exceeds it by, and each side's ``weight 2^(r - lse)``."""
+    """The reference r, and each side's ``weight 2^(r - lse)``, state dtype.
+
+    With limits also the most that a logit which counts exceeds r by; None without them, where all count.
+    """
 
     reference: float
-    most: float
+    most: float | None
     coefficients: list[torch.Tensor]
 
 
@@ -294,11 +297,12 @@ def _shared(sides: list[_SideShare], pairs: Pairs, state: torch.dtype, kept: flo
     least, most = min(x for x, _ in weights), max(x for _, x in weights)
     info = torch.finfo(state)
     room = math.log2(info.max)
+    above = room - 8
     normal = reference - top + math.log2(least) > math.log2(info.tiny) + 1
-    finite = (kept is not None or largest - reference < room - 8) and reference - low + math.log2(most) < room - 1
+    finite = (kept is not None or largest - reference < above) and reference - low + math.log2(most) < room - 1
     if not (normal and finite and reference - low <= 26.0 and _near(counting, reference)):
         return None
-    return _Shared(reference, room - 8, [side.coefficients(reference) for side in sides])
+    return _Shared(reference, above if pairs.limited else None, [side.coefficients(reference) for side in sides])
 
 
 def _near(sides: list[_SideShare], reference: float) -> bool:
@@ -311,12 +315,12 @@ def _near(sides: list[_SideShare], reference: float) -> bool:
     return all(bool(((x >= least) | (x == -math.inf)).all()) for x in negatives)
 
 
-def _from_shared(tile: Tile, shared: _Shared, compared: float | None, *, limited: bool) -> None:
+def _from_shared(tile: Tile, shared: _Shared, compared: float | None) -> None:
     """Turn the tile's logits into probabilities times weights, one exponential per element."""
     factors = _factors(tile, shared, compared)
     if shared.reference != 0.0:
         tile.x.sub_(shared.reference)
-    if limited:
+    if shared.most is not None:
         # those that count are at most so large; 0 times what has overflowed would be NaN
         tile.x.clamp_max_(shared.most)
     tile.x.exp2_().mul_(factors)
@@ -337,7 +341,7 @@ def _factors(tile: Tile, shared: _Shared, compared: float | None, *, known: bool
 def _from_own(tile: Tile, sides: list[_SideShare], compared: float | None) -> None:
     """The same with one exponential per element and side."""
     places = (tile.x, (tile.rows, None)), (tile.spare, (None, tile.columns))
-    within = [tile.pairs.within(dim, tile.x, compared, None) for dim in (1, 0)]
+    within = [tile.pairs.within(dim, tile.x, compared, None) for dim in (1, 0)[: len(sides)]]
     # the columns first: the rows' overwrite the logits
     for side, factor, (out, at) in reversed(list(zip(sides, within, places, strict=False))):
         _probabilities(tile.x, out, side, at)

@@ -29,7 +29,7 @@ def keeps(m: int, n: int, dtype: str, device: str, options: Options) -> int:
 def room(rows: torch.Tensor, columns: torch.Tensor, state: torch.dtype) -> torch.Tensor:
     """Where the exponentials of a block go, tile after tile, and behind them the reference, 1-d: ``Statistics.kept``.
 
-    Of a pair that is not admitted, and of a positive that an index names, there is 0. The reference is an integer,
-    which the state dtype holds.
+    Of a pair that is not admitted, and of a positive that an index names, there is 0; of one beyond a limit what it is.
+    The reference is an integer, which the state dtype holds.
     """
     return rows.new_empty(rows.shape[0] * columns.shape[0] + 1, dtype=state)
