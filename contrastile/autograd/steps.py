@@ -10,7 +10,6 @@ hold the messages too, and all ranks replay a step, or none does.
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from contrastile.backends.objectives import STATISTICS
 from contrastile.backends.replay import (
     Captured,
     Copies,
+    Pool,
     Signatures,
     Where,
     can_capture,
@@ -36,6 +36,7 @@ from contrastile.backends.replay import (
     record,
 )
 from contrastile.backends.settings import FEATURES, VARIABLES
+from contrastile.backends.torch.products import product_rounding
 from contrastile.comm.calls import Label
 from contrastile.comm.communicator import Communicator
 from contrastile.plan import Plan
@@ -43,7 +44,6 @@ from contrastile.schedules import scalars, sums
 
 _TENSORS = (Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, bool)
-_replay_numbers = itertools.count(1)
 
 
 class Call:
@@ -109,8 +109,8 @@ class Step(Captured):
     """The graphs of one signature: from its tensors to the loss, and on to the gradients.
 
     Args:
-        where: the device and the stream.
-        pool: see ``record``.
+        where: the device and the stream, and over ranks their communicator.
+        pool: the graphs' memory.
         tensors: of a call of the signature.
         wants: which of them need a gradient.
         launch: gives the loss of such tensors, differentiable.
@@ -123,16 +123,16 @@ class Step(Captured):
     def __init__(
         self,
         where: Where,
-        pool: Any,
+        pool: Pool,
         tensors: Sequence[Tensor],
         wants: Sequence[bool],
         launch: Callable[[Sequence[Tensor]], Tensor],
         replay: Callable[[Any, Tensor], None] = lambda graph, _: graph.replay(),
     ) -> None:
-        super().__init__(where)
-        self.latest, self._replay, self._wants = 0, replay, wants
-        # backward passes take it in autograd's thread: never wait for one while holding it
-        self._lock = threading.Lock()
+        super().__init__(where, pool)
+        self._replay, self._wants = replay, wants
+        # the loss whose gradients the second graph gives, and the replay that computed it
+        self._latest = self._left = 0
         places = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
         self._copies = Copies(places)
         self._copies([x.detach() for x in tensors])
@@ -158,21 +158,25 @@ class Step(Captured):
             return [x.detach() for x in torch.autograd.grad(number, wanted, retain_graph=True)]
 
         graphs, found = record(where, [forward, backward] if wanted else [forward], pool)
-        self.pool = graphs[0].pool()
-        self._forward, self._backward = graphs[0], graphs[-1]
+        self._forward, self._backward, self._place = graphs[0], graphs[-1], pool.add()
         (self._value,), self._out = found[0], Copies(found[-1])
 
     def loss(self, tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
         """The loss of these tensors, and the number of the replay that gave it."""
-        with self._lock:
-            self.latest = self._replayed(tensors)
-            return self._value.clone(), self.latest
+        with self.pool.lock:
+            self._latest = self._replayed(tensors)
+            return self._value.clone(), self._latest
 
     def _replayed(self, tensors: Sequence[Tensor]) -> int:
         self._copies([x.detach() for x in tensors])
         self._replay(self._forward, tensors[0])
         self.replays += 1
-        return next(_replay_numbers)
+        self._left = self.pool.replayed(self._place)
+        return self._left
+
+    def has(self, number: int) -> bool:
+        """Whether what the replay of this number has left is there still."""
+        return number == self._latest and self.pool.has(self._place, self._left)
 
     def gradients(self, number: int, tensors: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
         """The gradients of ``upstream * loss``; None for those that are not wanted.
@@ -182,13 +186,14 @@ class Step(Captured):
             tensors: what it was given.
             upstream: of the loss's shape.
         """
-        with self._lock:
-            if number != self.latest:
-                # another call of this signature came in between
+        with self.pool.lock:
+            if not self.has(number):
+                # other calls came in between
                 self._replayed(tensors)
-                self.latest = number
+                self._latest = number
             self._upstream.copy_(upstream)
             self._replay(self._backward, upstream)
+            self.pool.replayed(self._place)
             found = iter(self._out.copied())
         return [next(found) if want else None for want in self._wants]
 
@@ -220,7 +225,7 @@ class ReplayedBackward:
 
     def replayed(self, saved: Sequence[Any], upstream: Tensor) -> list[Tensor | None]:
         """What the step gives, from its graphs."""
-        with self.begin() if self.sends or self.number != self.step.latest else nullcontext():
+        with self.begin() if self.sends or not self.step.has(self.number) else nullcontext():
             return self.step.gradients(self.number, saved, upstream)
 
 
@@ -309,9 +314,9 @@ class Steps(Signatures[Step]):
                 ranks.calls.captured = {}
                 # autograd's thread sends messages, too
                 ranks.calls.leave()
-                step = self.capture(
-                    key, around[0], lambda pool: Step(around[0], pool, tensors, wants, launch, ranks.replay)
-                )
+                # of their own: where a step's gradients are gone it sends again, and all ranks must
+                where = *around[0], ranks
+                step = self.capture(key, where, lambda pool: Step(where, pool, tensors, wants, launch, ranks.replay))
                 least = 2 * _agreed(ranks, step is not None)
                 if step is not None:
                     held = ranks.calls.captured
@@ -341,7 +346,7 @@ def _around(device: int) -> tuple[Any, ...]:
     """Where a step of this device is replayed (``Where``), and all else but its arguments that it depends on."""
     where = device, torch._C._cuda_getCurrentRawStream(device)
     cast_to = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    return where, cast_to, *map(os.environ.get, VARIABLES)
+    return where, cast_to, product_rounding("cuda"), *map(os.environ.get, VARIABLES)
 
 
 def _replayed(step: Step, tensors: Sequence[Tensor], wants: Sequence[bool], *begin: Any, grad: bool) -> Tensor:

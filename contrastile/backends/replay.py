@@ -5,12 +5,13 @@ A call signature (shapes, dtypes, settings, stream) that repeats is captured, an
 copied to where the graph reads them, outputs to the caller's memory. The kernels and their order are the same, and so
 are the bits. ``contrastile.autograd.steps`` does so for whole steps.
 
-Graphs of one stream share the memory between their kernels; it stays reserved, as do the inputs and outputs of each
-graph: O(b d) bytes. At most ``MOST`` signatures are held, and CONTRASTILE_GRAPHS=0 has none captured.
+Graphs of one stream share the memory between their kernels (``Pool``); it stays reserved, as do the inputs and outputs
+of each graph: O(b d) bytes. At most ``MOST`` signatures are held, and CONTRASTILE_GRAPHS=0 has none captured.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -22,8 +23,8 @@ import torch
 Tensors = Sequence[Any]
 """Tensors on one GPU; None stays None."""
 
-Where = tuple[int, int]
-"""A device and a stream."""
+Where = tuple[Any, ...]
+"""A device, a stream and, over ranks, their communicator."""
 
 SETTING = "CONTRASTILE_GRAPHS"
 """The environment variable that turns graphs off: 0."""
@@ -42,7 +43,7 @@ _KNOWN = 64
 """Call signatures that are counted."""
 
 _log = logging.getLogger(__name__)
-_sides: dict[int, Any] = {}
+_sides: dict[Where, Any] = {}
 
 
 def is_plain() -> bool:
@@ -97,15 +98,52 @@ class Copies:
         return mine
 
 
-def record(where: Where, actions: Sequence[Callable[[], Tensors]], pool: Any = None) -> tuple[list[Any], list[Tensors]]:
-    """Capture each action in a graph of its own; the graphs share memory.
+_replays = itertools.count(1)
+
+
+class Pool:
+    """The memory that the graphs of one place share, and when each step of theirs was last replayed.
+
+    A graph writes to memory that was free when it was captured, where a step that was captured later may leave what its
+    gradients read: a replay of one step takes the gradients from all later ones.
+
+    Attributes:
+        memory: torch's name for it; None before the first capture.
+        lock: held from the copies into a graph until those of its results. Backward passes take it in autograd's
+            thread: never wait for one while holding it.
+        latest: of each step, in the order of their captures, the number of its last replay.
+    """
+
+    def __init__(self) -> None:
+        self.memory: Any = None
+        self.lock = threading.Lock()
+        self.latest: list[int] = []
+
+    def add(self) -> int:
+        """Another step: its place among them."""
+        self.latest.append(0)
+        return len(self.latest) - 1
+
+    def replayed(self, step: int) -> int:
+        """The number of a replay of this step, larger than those of all before it."""
+        self.latest[step] = next(_replays)
+        return self.latest[step]
+
+    def has(self, step: int, number: int) -> bool:
+        """Whether what this replay of a step has left is there still."""
+        return max(self.latest[:step], default=0) < number
+
+
+def record(where: Where, actions: Sequence[Callable[[], Tensors]], pool: Pool) -> tuple[list[Any], list[Tensors]]:
+    """Capture each action in a graph of its own.
 
     Every action runs once before, so that nothing is loaded or compiled under capture.
 
     Args:
-        where: device and stream. Graphs of one stream run one after the other, so they share temporary memory.
+        where: device and stream. Graphs of one stream run one after the other, so they share temporary memory; not
+            those of two, nor what libraries reserve for the stream that they are captured on.
         actions: each queues kernels on the current stream and gives tensors, which stay where they are.
-        pool: a graph's of the same stream that shares its memory too, or None.
+        pool: the graphs' memory.
 
     Returns:
         The graphs, and what the captured actions gave.
@@ -113,10 +151,10 @@ def record(where: Where, actions: Sequence[Callable[[], Tensors]], pool: Any = N
     Raises:
         RuntimeError: something that was queued cannot be captured.
     """
-    device, _ = where
-    side = _sides.get(device)
+    device, stream, *_ = where
+    side = _sides.get((device, stream))
     if side is None:
-        side = _sides[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side = _sides[device, stream] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     graphs: list[Any] = []
     found: list[Tensors] = []
     current = torch.cuda.current_stream(device)
@@ -127,7 +165,7 @@ def record(where: Where, actions: Sequence[Callable[[], Tensors]], pool: Any = N
                 action()
             for action in actions:
                 graph: Any = torch.cuda.CUDAGraph()
-                shared = {} if pool is None else {"pool": pool}
+                shared = {} if pool.memory is None else {"pool": pool.memory}
                 # other threads may go on allocating and synchronising
                 graph.capture_begin(**shared, capture_error_mode="thread_local")
                 try:
@@ -135,7 +173,7 @@ def record(where: Where, actions: Sequence[Callable[[], Tensors]], pool: Any = N
                 finally:
                     graph.capture_end()
                 graphs.append(graph)
-                pool = graph.pool()
+                pool.memory = graph.pool()
     finally:
         current.wait_stream(side)
     return graphs, found
@@ -146,14 +184,12 @@ class Captured:
 
     Attributes:
         where: the device and the stream on which it is replayed.
-        pool: of its graphs' memory.
+        pool: their memory.
         replays: how many there were.
     """
 
-    pool: Any
-
-    def __init__(self, where: Where) -> None:
-        self.where, self.replays = where, 0
+    def __init__(self, where: Where, pool: Pool) -> None:
+        self.where, self.pool, self.replays = where, pool, 0
 
 
 C = TypeVar("C", bound=Captured)
@@ -191,17 +227,17 @@ class Signatures(Generic[C]):
             self.captured.pop(key, None)
             self.seen[key] = None
 
-    def capture(self, key: Hashable, where: Where, make: Callable[[Any], C]) -> C | None:
-        """The graphs that ``make(pool or None)`` captures; None where it raises."""
+    def capture(self, key: Hashable, where: Where, make: Callable[[Pool], C]) -> C | None:
+        """The graphs that ``make`` captures in a pool of this place; None where it raises."""
         with self._counts:
             if len(self.captured) >= MOST:
                 oldest = next(iter(self.captured))
                 if self.captured.pop(oldest).replays < WORTH:
                     self.seen[oldest] = None
             # a pool is gone with the last graph that has it
-            beside = next((x for x in self.captured.values() if x.where == where), None)
+            pool = next((x.pool for x in self.captured.values() if x.where == where), None) or Pool()
         try:
-            found = make(None if beside is None else beside.pool)
+            found = make(pool)
         except RuntimeError as error:
             _log.debug("a call is not replayed: %s", error)
             self.refuse(key)

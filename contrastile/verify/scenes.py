@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -180,6 +181,51 @@ def gist_loss(columns: Sequence[Tensor], guides: Sequence[Tensor]) -> bool:
         return _near(loss._of(leaves, guided), cross_entropy(logits, torch.arange(len(logits))), leaves)
 
     return all(right(anchors, positives) for anchors in (False, True) for positives in (False, True))
+
+
+class _Graphs:
+    """Graphs that compute again, and that take from steps that were captured later what these have left."""
+
+    def __init__(self) -> None:
+        self.left: list[bool] = []
+
+    def record(self, where: Any, actions: Sequence[Callable[[], Any]], pool: Any) -> tuple[list[Any], list[Any]]:
+        """As ``replay.record`` does: the graphs, and what they write to."""
+        places = [[x.clone() for x in action()] for action in actions]
+        self.left.append(False)
+        turns = enumerate(zip(actions, places, strict=True))
+        step = len(self.left) - 1
+        return [mock.Mock(replay=partial(self._replay, step, number == 0, *turn)) for number, turn in turns], places
+
+    def _replay(self, step: int, forward: bool, action: Callable[[], Any], places: Sequence[Tensor]) -> None:
+        self.left[step] |= forward
+        self.left[step + 1 :] = [False] * (len(self.left) - step - 1)
+        for place, x in zip(places, torch.enable_grad()(action)(), strict=True):
+            place.copy_(x if self.left[step] else x * torch.nan)
+
+
+def steps_from_graphs(*features: Tensor) -> bool:
+    """Losses of two steps whose graphs share memory, and their gradients, whatever the order of both."""
+    from contrastile.autograd import steps
+    from contrastile.backends.replay import Pool
+
+    pairs = [[x.clone().requires_grad_() for x in pair] for pair in permutations(features, 2)]
+    pool, upstream = Pool(), torch.tensor(3.0)
+    scaled = [lambda of, scale=scale: contrastile.clip_loss(of[0], of[1], scale) for scale in (2.0, 5.0)]
+    with mock.patch.object(steps, "record", _Graphs().record):
+        both = [steps.Step((0, 0), pool, pairs[0], [True, True], loss) for loss in scaled]
+    right = True
+    for one, other, *order in product((0, 1), repeat=5):
+        turns = [(one, pairs[1]), (other, pairs[2])]
+        found = [torch.no_grad()(both[i].loss)(pair) for i, pair in turns]
+        expected = [scaled[i](pair) for i, pair in turns]
+        right = right and all(map(torch.equal, [value for value, _ in found], expected))
+        for k in order:
+            (i, pair), (_, number) = turns[k], found[k]
+            gradients = torch.no_grad()(both[i].gradients)(number, pair, upstream)
+            wanted = torch.autograd.grad(expected[k], pair, upstream, retain_graph=True)
+            right = right and all(x is not None and x.equal(y) for x, y in zip(gradients, wanted, strict=True))
+    return right
 
 
 def reductions(module: nn.Module, step: Callable[[Any], Any], **settings: Any) -> int:

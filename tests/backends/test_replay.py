@@ -136,7 +136,9 @@ def test_a_step_over_ranks_from_graphs_has_the_bits_of_a_launched_one(
     assert [x.replays for x in graphs.captured.values()] == [BEFORE + 2] * ranks
 
 
-@pytest.mark.parametrize("other", ["shape", "dtype", "margin", "frozen", "reduction", "stream", *settings.VARIABLES])
+@pytest.mark.parametrize(
+    "other", ["shape", "dtype", "margin", "frozen", "reduction", "stream", "tf32", *settings.VARIABLES]
+)
 def test_what_differs_is_another_step(other: str, eager_graphs: steps.Steps, monkeypatch: pytest.MonkeyPatch) -> None:
     def call(comm: InProcess, seed: int, differs: Sequence[str]) -> None:
         how: dict[str, Any] = {"margin": 0.1 if "margin" in differs else 0.2}
@@ -158,6 +160,8 @@ def test_what_differs_is_another_step(other: str, eager_graphs: steps.Steps, mon
         assert len(eager_graphs.captured) == 1
         if other == "stream":
             monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 8)
+        elif other == "tf32":
+            monkeypatch.setattr(steps, "product_rounding", lambda device: 2.0**-10)
         elif other in settings.VARIABLES:
             monkeypatch.setenv(other, "3")
         for seed in range(BEFORE):

@@ -83,9 +83,9 @@ def multiprocessors(device: int) -> int:
 
 
 def aligned(x: Any) -> Any:
-    """X itself if its rows are 16-byte aligned with unit stride; else an aligned copy."""
+    """X itself if its rows are 16-byte aligned with unit stride, and near enough for cuBLAS; else an aligned copy."""
     unit = x.strides[1] == x.itemsize or x.shape[1] == 1
-    dense = unit and x.strides[0] >= x.shape[1] * x.itemsize
+    dense = unit and x.shape[1] * x.itemsize <= x.strides[0] < 2**31 * x.itemsize
     if dense and x.strides[0] % _ALIGNMENT == 0 and x.data.ptr % _ALIGNMENT == 0:
         return x
     copy = workspace(x.shape[0], x.shape[1], x.dtype)

@@ -224,7 +224,9 @@ def _limited(block: Block) -> Pairs:
             return cupy.full(length, cupy.inf, "float32")
         if pairs.row_guide is not None:
             return given
-        return (given - (0.0 if block.bias is None else block.bias)) * np.float32(math.log2(math.e))
+        found = (given - (0.0 if block.bias is None else block.bias)) * np.float32(math.log2(math.e))
+        # of a NaN limit nothing is left out, while a NaN dot is what has been left out already
+        return cupy.fmin(found, np.float32(math.inf))
 
     return replace(
         pairs,

@@ -278,17 +278,19 @@ def plan_forward(
 
 
 @triton.jit
-def _plan(peaks, programs, TWO_SIDED: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr):
+def _plan(
+    peaks, programs, longest, TWO_SIDED: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Whether G may be formed as ``2^(x - r) (u_i 2^(r - L_i) + v_j 2^(r - M_j))``, r or else 0, and GRADIENT_SCALE.
 
     An admitted logit is at most its row's and its column's log-sum-exp, so with ``r >= max L - 120`` nothing admitted
     overflows. With ``r <= L`` wherever a weight counts, a term that is flushed costs at most 2^-126 in a probability;
-    with ``r <= N + 100`` it is less than 2^-26 of the negatives of its row and of its column, for float16 2^-29: n of
-    them are less than a rounding of G. A factor that counts is not flushed while ``log2 |u| - (L - r) >= -125``, and
-    none is infinite while ``|u| <= 2^20``. Of the r that these allow, the largest is taken: products of zeros cost the
-    least energy, which limits the rate. Where there is none, the exact path is taken. So it is beyond 512: a logit is
-    not rounded here before r leaves it, as in the forward, and the difference, half an ulp of the logit, shall be no
-    more than a rounding of a difference. EXACT: no r is taken.
+    with ``r <= N + 100`` it is less than 2^-26 of the negatives of its row and of its column, for float16 2^-29: 2^17
+    of them are less than a rounding of G, and of more each is less by their number. A factor that counts is not flushed
+    while ``log2 |u| - (L - r) >= -125``, and none is infinite while ``|u| <= 2^20``. Of the r that these allow, the
+    largest is taken: products of zeros cost the least energy, which limits the rate. Where there is none, the exact
+    path is taken. So it is beyond 512: a logit is not rounded here before r leaves it, as in the forward, and the
+    difference, half an ulp of the logit, shall be no more than a rounding of a difference. EXACT: no r is taken.
 
     GRADIENT_SCALE brings a float16 G near the top of its range.
     """
@@ -302,7 +304,8 @@ def _plan(peaks, programs, TWO_SIDED: tl.constexpr, HALF: tl.constexpr, EXACT: t
     low = _peak(peaks, programs, _LOW, True, BLOCK)
     high = _peak(peaks, programs, _HIGH, False, BLOCK)
     least = tl.log2(_peak(peaks, programs, _LEAST, True, BLOCK) * factor)
-    flushed = _peak(peaks, programs, _LEAST_NEGATIVES, True, BLOCK) + (97.0 if HALF else 100.0)
+    many = tl.maximum(tl.log2(longest.to(tl.float32)) - 17.0, 0.0)
+    flushed = _peak(peaks, programs, _LEAST_NEGATIVES, True, BLOCK) + (97.0 if HALF else 100.0) - many
     small = _peak(peaks, programs, _MOST, False, BLOCK) * factor <= 1048576.0
     # where no weight counts, low is infinite
     reference = tl.where(low < float("inf"), tl.where(small, tl.maximum(low, flushed), low), high)
@@ -338,7 +341,7 @@ def epilogue_scales(
     weight of 0 gets L = 0, so that nothing that is not finite comes near it.
     """
     # each program finds the plan by itself: one launch fewer, and the peaks are few
-    fast, reference, factor = _plan(peaks, programs, column_negative is not None, HALF, EXACT, BLOCK)
+    fast, reference, factor = _plan(peaks, programs, tl.maximum(m, n), column_negative is not None, HALF, EXACT, BLOCK)
     program = tl.program_id(0)
     if program == 0:
         tl.store(plan + ALPHA, tl.load(scale) * LOG2E)

@@ -69,6 +69,21 @@ def interleaved(trial: LossTrial) -> Comparisons:
             values = [next(iter(x.values())) if isinstance(x, dict) else x for x in [call() for call in calls]]
             joint = calls[1].finish(values[0] + values[1])
             yield f"{label}one backward pass of two calls", two[1].compare(joint, gradient_fields(claims))
+    if not trial.result.by_autograd:
+        return
+    # where calls that repeat come from graphs, those of two signatures share memory
+    two = [trial.resized(claims.batch(size) or 1, claims.width(24) or 1, size) for size in (48, 40)]
+    for each in two * 4:
+        each.run()
+    for order in ((0, 1), (1, 0)):
+        calls = [each.call() for each in two]
+        losses = {number: calls[number]() for number in order}
+        found = [call.finish(losses[number]) for number, call in enumerate(calls)]
+        for each, result in zip(two, found, strict=True):
+            yield (
+                "two signatures, the one called first goes backwards first, or last",
+                each.compare(result, trial.fields),
+            )
 
 
 def rewritten(trial: LossTrial) -> Comparisons:

@@ -8,10 +8,11 @@ namespace contrastile {
 //
 // An admitted logit is at most its row's and its column's log-sum-exp, so with r >= max L - 120 nothing admitted
 // overflows. With r <= N + 100 wherever a weight counts, a term that is flushed is less than 2^-26 of the negatives of
-// its row and of its column, for float16 2^-29: n of them are less than a rounding of G. Then the largest r is taken:
-// products of zeros cost the least energy, which limits the rate. Otherwise r <= L, and what is flushed costs at most
-// 2^-126 in a probability; of those the r nearest 0 is taken. A factor that counts is not flushed while
-// log2 |u| - (L - r) >= -125, and none is infinite while |u| <= 2^20. Where no r is left, the exact path is taken.
+// its row and of its column, for float16 2^-29: 2^17 of them are less than a rounding of G, and of more each is less by
+// their number. Then the largest r is taken: products of zeros cost the least energy, which limits the rate. Otherwise
+// r <= L, and what is flushed costs at most 2^-126 in a probability; of those the r nearest 0 is taken. A factor that
+// counts is not flushed while log2 |u| - (L - r) >= -125, and none is infinite while |u| <= 2^20. Where no r is left, the
+// exact path is taken.
 // peaks: those of weight_bounds, over all its blocks.
 __device__ __forceinline__ Plan plan_of(const float (&peaks)[6], const EpilogueScalesArguments& a) {
     Plan plan{};
@@ -23,7 +24,8 @@ __device__ __forceinline__ Plan plan_of(const float (&peaks)[6], const EpilogueS
     const float low = -peaks[0], high = peaks[1], room = log2f(-peaks[2] * plan.gradient_scale) + 125.0f;
     const float least = high - fminf(room, 120.0f);
     const bool modest = peaks[3] * plan.gradient_scale <= 0x1p20f;
-    const float most = modest ? fmaxf(low, (a.half ? 97.0f : 100.0f) - peaks[5]) : low;
+    const float many = fmaxf(0.0f, log2f(static_cast<float>(a.m > a.n ? a.m : a.n)) - 17.0f);
+    const float most = modest ? fmaxf(low, (a.half ? 97.0f : 100.0f) - many - peaks[5]) : low;
     // fmaxf passes over a NaN, of infinities that the comparisons fail for
     const float reference = most > low ? most : fmaxf(least, fminf(low, 0.0f));
     const bool finite = low > -infinity() && high < infinity() && room > -infinity();
@@ -35,8 +37,9 @@ __device__ __forceinline__ Plan plan_of(const float (&peaks)[6], const EpilogueS
     // exact but where it is so small that nothing it multiplies would show in float16
     plan.output_scale = *a.scale / plan.gradient_scale;
     // Exponentials were kept against the forward pass's r, whose sums hold at least 2^-100 a term: what was flushed does
-    // not count, and nothing overflows. What is left to ask is that no factor that counts is flushed; false for NaN.
-    plan.kept = a.forward != nullptr && a.forward->status == 0 && finite && high - a.forward->reference <= room;
+    // not count. What is left to ask is that no factor that counts is flushed, and none infinite; false for NaN.
+    plan.kept = a.forward != nullptr && a.forward->status == 0 && finite && high - a.forward->reference <= room &&
+                a.forward->reference - low + log2f(peaks[3] * plan.gradient_scale) <= 126.0f;
     // a product times 0 is 0 to cuBLAS, also where it is NaN; times this, a finite sum rounds to 0 in 16 bits
     plan.blas_scale = plan.output_scale == 0.0f ? 0x1p-149f : plan.output_scale;
     return plan;
