@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 from contrastile import validation
@@ -58,6 +59,8 @@ def limits_of(
     """
     if threshold is None:
         return None
+    if guide[0] is None and validation.values_are_readable(arrays, scale) and float(scale) <= 0:
+        raise ValueError(f"scale must be positive with a threshold, got {float(scale):g}; leave the threshold out")
     q, columns = sides if guide[0] is None else (guide[0], (guide[1],))
     if where is None:
         own = arrays.row_dots(q, columns[0][: q.shape[0]], arrays.dtype(scale))
@@ -82,7 +85,8 @@ def form_of(
     Raises:
         TypeError, ValueError: an option is wrong, or two make no sense together.
     """
-    if ids_are == "false_negatives" and sum_positives == "outside" and label_smoothing == margin == 0 and limit is None:
+    zeros = all(isinstance(x, Real) and x == 0 for x in (label_smoothing, margin))
+    if ids_are == "false_negatives" and sum_positives == "outside" and zeros and limit is None:
         return {}, {} if weights is None else {"weights": True}
     match = validation.match(ids_are)
     if match == "target" and ids is None:

@@ -274,7 +274,7 @@ class DistillClipLoss(ClipLoss):
         super().__init__(*place, **named)
         given = [name for name, x in self.options.items() if x != _USUAL[name]]
         if given:
-            raise ValueError(f"DistillClipLoss must have no {given[0]}, got one; add a ClipLoss of it")
+            raise ValueError(f"DistillClipLoss must have no {given[0]}, got one; use a ClipLoss beside it")
 
     def forward(  # type: ignore[override]
         self,
@@ -318,10 +318,11 @@ class DistillClipLoss(ClipLoss):
 
     def _both(self, q: Tensor, k: Tensor, logit_scale: Any, image: Tensor, text: Tensor, dist_logit_scale: Any) -> Any:
         of_teacher = [x.to(q.dtype) for x in (image, text)]
-        if [len(x) for x in of_teacher] != [len(q), len(k)]:
+        width = of_teacher[0].shape[-1]
+        if [x.shape for x in of_teacher] != [(len(q), width), (len(k), width)]:
             raise ValueError(
-                f"the teacher's features must have {len(q)} and {len(k)} rows, as the student's, got "
-                f"{len(of_teacher[0])} and {len(of_teacher[1])}; give those of the same samples"
+                f"the teacher's features must be {len(q)} and {len(k)} rows, as the student's, of one width, got "
+                f"shapes {tuple(of_teacher[0].shape)} and {tuple(of_teacher[1].shape)}; give those of the same samples"
             )
         with torch.autocast(q.device.type, enabled=False):  # which joins no features of another 16-bit dtype
             both = torch.cat([of_teacher[0], q], 1), torch.cat([of_teacher[1], k], 1)
@@ -395,7 +396,7 @@ class SigLipLoss(_Loss):
 
 
 class NTXentLoss(_Loss):
-    """SimCLR's loss of two views, made and called as lightly's ``NTXentLoss`` without a memory bank.
+    """SimCLR's loss of two views, called as lightly's ``NTXentLoss`` without a memory bank.
 
     Args:
         temperature: what the cosines are divided by, positive.
@@ -411,20 +412,28 @@ class NTXentLoss(_Loss):
         option = validation.option("temperature", temperature, sys.float_info.min, sys.float_info.max, "the default")
         super().__init__(0, 1, {"temperature": option}, **settings)
 
-    def forward(self, features: Tensor, other: Tensor, /) -> Tensor:  # type: ignore[override]
-        """The loss of features, (b, d), which are normalised here, and of the other view's (b, d), or labels (b,).
+    def forward(self, out0: Tensor, out1: Tensor) -> Tensor:  # type: ignore[override]
+        """The loss of both views' features, (b, d) each, which are normalised here.
 
         Raises:
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
                 ``contrastile.clip_loss``.
         """
-        given = (torch.nn.functional.normalize(x, dim=-1) if x.is_floating_point() else x for x in (features, other))
+        return self._of(_normalised("out0", out0), _normalised("out1", out1))
+
+    def _of(self, *given: Tensor) -> Tensor:
         loss: Tensor = self._evaluate(BUILDERS[self.name], *given, 1 / self.options["temperature"])
         return loss
 
 
+def _normalised(name: str, x: Any) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}; convert it")
+    return torch.nn.functional.normalize(x, dim=-1) if x.is_floating_point() else x
+
+
 class SupConLoss(NTXentLoss):
-    """SupCon's L_out of features and labels, made and called as pytorch-metric-learning's ``SupConLoss``.
+    """SupCon's L_out of features and labels, called as pytorch-metric-learning's ``SupConLoss``.
 
     The mean is over all samples that have a positive, also those whose loss is 0.
 
@@ -437,3 +446,12 @@ class SupConLoss(NTXentLoss):
 
     def __init__(self, temperature: float = 0.1, **settings: Unpack[Settings]) -> None:
         super().__init__(temperature, **settings)
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        """The loss of embeddings, (b, d), which are normalised here, and their labels, (b,) integers.
+
+        Raises:
+            TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
+                ``contrastile.clip_loss``.
+        """
+        return self._of(_normalised("embeddings", embeddings), labels)

@@ -337,7 +337,9 @@ def option(name: str, x: Any, least: float, most: float, default: str = "0") -> 
     if not isinstance(x, Real) or isinstance(x, bool):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}; pass a float")
     if not least <= float(x) <= most:
-        raise ValueError(f"{name} must lie in {least:g}..{most:g}, got {x}; leave it out for {default}")
+        finite = "be finite" if least < 0 else "be positive and finite"
+        rule = finite if most == _LARGEST["float64"] else f"lie in {least:g}..{most:g}"
+        raise ValueError(f"{name} must {rule}, got {x}; leave it out for {default}")
     return float(x)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from contrastile.training.chunks import positive
+from contrastile.training.graphs import gradients_of
 from contrastile.training.random_state import Autocast, RandomState, accelerators, float32_at_least
 
 
@@ -100,7 +101,7 @@ class _Distances(torch.autograd.Function):
                     w = torch.exp(scale * wide - lse[rows, None])
                     w = (w - _own(rows, columns, w).to(w.dtype)) * (gradients[0] / len(F))
                     d_scale += (w * wide).sum()
-                    found = torch.autograd.grad(d, [f, g, *parameters], (scale * w).to(d.dtype), allow_unused=True)
+                    found = gradients_of(d, [f, g, *parameters], (scale * w).to(d.dtype))
                     for total, part in zip([dF[rows], dG[columns], *d_parameters], found, strict=True):
                         if part is not None:
                             total += part

@@ -71,6 +71,7 @@ class Replay:
         self._devices = accelerators([*seen, *(p for module in modules for p in module.parameters())])
         self._autocast = Autocast(self._devices)
         self._used, self._offload = False, offload
+        self._differences: list[Tensor] = []
         counts = self._reduction.agree([tower.inputs[0].count for tower in self._towers])
         for tower, count in zip(self._towers, counts, strict=True):
             for each in tower.inputs:
@@ -241,6 +242,8 @@ class Replay:
                         )
         finally:
             after.restore()
+            self._reduction.reshard()
+        _check_repeated(self._differences)
         if not ran:
             raise RuntimeError("something must require a gradient, got none from encode or loss; unfreeze a parameter")
 
@@ -256,14 +259,18 @@ class Replay:
         """One chunk's terms ``<output, gradient>``, with the random numbers and the autocast of the first pass.
 
         Raises:
-            ValueError: the first chunk's embeddings are not those of the first pass.
+            ValueError: the embeddings of the first chunk in which something learns are not those of the first pass.
         """
         tower.states[j].restore()
         with self._autocast.again():
             outputs = _outputs(tower.encode(*chunk))
-        if self._repeatable and j == tower.learns.index(True):
+        if self._repeatable:
             for x, before, rows, start in zip(outputs, embeddings, tower.rows[j], at, strict=True):
-                _check_repeated(x, before if rows is None else before[start : start + rows], self._autocast.epsilon)
+                first = before if rows is None else before[start : start + rows]
+                self._differences += _difference(x, first, self._autocast.epsilon)
+            if j == tower.learns.index(True):
+                # of the others at the end: each would wait for the device
+                _check_repeated(self._differences)
         terms = []
         for k, (x, rows, gradient) in enumerate(zip(outputs, tower.rows[j], gradients, strict=True)):
             part = gradient
@@ -274,8 +281,11 @@ class Replay:
             if x.requires_grad and (rows is not None or j == len(tower.rows) - 1):
                 dtype = float32_at_least(x.dtype)
                 # first the copy, from page-locked memory, which a conversion on the host would leave
-                wide = None if part is None else part.to(x.device, non_blocking=True).to(dtype)
-                terms.append(_term(x, torch.zeros_like(x, dtype=dtype) if wide is None else wide))
+                if part is not None:
+                    terms.append(_term(x, part.to(x.device, non_blocking=True).to(dtype)))
+                elif self._reduction:
+                    # whoever reduces waits for a gradient of every parameter
+                    terms.append(_term(x, torch.zeros_like(x, dtype=dtype)))
         return terms
 
 
@@ -288,23 +298,30 @@ def _term(x: Tensor, gradient: Tensor) -> Tensor:
     return (x.to(gradient.dtype) * gradient).sum()
 
 
-def _check_repeated(x: Tensor, before: Tensor, epsilon: float) -> None:
-    """Raise ValueError where an encoder returns other numbers than before: their gradient is not the loss's.
+def _difference(x: Tensor, before: Tensor, epsilon: float) -> list[Tensor]:
+    """By what part of what is allowed an output differs from that of the first pass, and its part of the norm.
 
     Kernels that add in any order change roundings; the square root of a rounding is far above that, and far below what
     another dropout mask changes. NaN is the caller's.
     """
     if x.shape != before.shape or not x.is_floating_point():
-        return
-    now = x.detach().to(before.device, before.dtype)
-    limit = max(epsilon, torch.finfo(x.dtype).eps) ** 0.5
-    difference, size = torch.stack([(now - before.detach()).norm(), before.detach().norm()]).tolist()
-    if difference > limit * size:
-        raise ValueError(
-            f"encode must return the same embeddings both times, got a chunk that differs by {difference / size:.2g} "
-            "of its norm; draw from torch's, NumPy's or Python's own generators, which are put back, or reset yours "
-            "in encode"
-        )
+        return []
+    before = before.detach().to(x.device, non_blocking=True)
+    part = (x.detach().to(before.dtype) - before).norm() / before.norm()
+    return [torch.stack([part / max(epsilon, torch.finfo(x.dtype).eps) ** 0.5, part])]
+
+
+def _check_repeated(differences: list[Tensor]) -> None:
+    """Raise ValueError where an encoder has returned other numbers than before: their gradient is not the loss's."""
+    found = [x.tolist() for x in differences]
+    differences.clear()
+    for excess, part in found:
+        if excess > 1:
+            raise ValueError(
+                f"encode must return the same embeddings both times, got a chunk that differs by {part:.2g} of its "
+                "norm; draw from torch's, NumPy's or Python's own generators, which are put back, or reset yours in "
+                "encode; call torch.backends.mha.set_fastpath_enabled(False) for nn.TransformerEncoder in eval"
+            )
 
 
 def _fetched(x: Tensor, stagings: dict[torch.device, Staging]) -> Tensor:

@@ -150,6 +150,11 @@ class Reduction:
             # torch before 2.10 has one group for each module
             yield from [x for x in (groups if groups is not None else [state._fsdp_param_group]) if x is not None]
 
+    def reshard(self) -> None:
+        """Bring FSDP2's parameters back to where its optimizer has them: a forward without a backward leaves them."""
+        for module in self.fsdp:
+            module.reshard()  # type: ignore[operator]
+
     def sender(self, backward: Callable[[torch.Tensor], Any] | None) -> Callable[[torch.Tensor], Any]:
         """What makes the backward passes; ValueError where it is a caller's, and an engine must."""
         owner = getattr(backward, "__self__", None)
@@ -204,7 +209,8 @@ class Reduction:
                 what = "DDP module" if module in self.ddp else "DeepSpeed engine"
                 raise ValueError(
                     f"encode must call the {what} itself, got a call around its forward ({_name(module)}), after "
-                    f"which no gradient is reduced; pass the {what} as encode, not its .module or a method of it"
+                    f"which no gradient is reduced; pass the {what} as encode, not its .module or a method of it, or "
+                    "name those of this step by sync="
                 )
 
     def check_reached(self, leaves: Sequence[torch.Tensor]) -> None:

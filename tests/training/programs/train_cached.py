@@ -106,10 +106,10 @@ def counted(model: DistributedDataParallel) -> DistributedDataParallel:
     return model
 
 
-def fsdp(model: Any) -> Any:
-    """Sharded, and each tower by itself too."""
+def fsdp(model: Any, apart: bool = True) -> Any:
+    """Sharded, and each tower by itself too where they are ``apart``."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for tower in (model.image, model.text):
+    for tower in (model.image, model.text) if apart else ():
         fully_shard(tower, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
@@ -214,7 +214,7 @@ def frozen(which: str, inputs: Any, *, sharded: bool) -> float:
     module: Any = Dispatching()
     getattr(module, which).requires_grad_(False)
     scale: Any = SCALE if sharded else scale_of(module)
-    model = fsdp(module) if sharded else ddp(module)
+    model = fsdp(module, apart=False) if sharded else ddp(module)
     calls.clear()
     with counting() if sharded else nullcontext():
         training.cached_step(towers(model), inputs, clip, scale=scale, chunk=CHUNK)
