@@ -137,6 +137,9 @@ def info_nce(
     n = sum(x.shape[0] for x in columns)
     state = state_dtype(arrays.dtype(rows))
     factor = check.scalar("scale", scale, arrays, state, rows)
+    if negative_counts is not None and not validation.values_are_readable(arrays, counts):
+        most = 0 if deep is None else deep[1][1]
+        factor = _nan_if(arrays, ((counts < 0) | (counts > most)).any(), factor)
     rows_of, of_columns = ids_of_both(check, arrays, rows, "query", (row_ids, m), (column_ids, n))
     if share_negatives and deep is not None:
         rows_of, of_columns = without_padding(arrays, columns, 1 + [*named].index(deep[0]), counts)
@@ -458,9 +461,11 @@ def _of_known(
     if validation.values_are_readable(arrays, where):
         world.confirm(validation.positives(where, columns, least))
         return scale
-    outside = ((where < least) | (where >= columns)).any()
-    nan = arrays.full((), float("nan"), arrays.dtype(scale), scale)
-    return scale * arrays.where(outside, nan, 1.0)
+    return _nan_if(arrays, ((where < least) | (where >= columns)).any(), scale)
+
+
+def _nan_if(arrays: ArrayLibrary, wrong: Array, scale: Array) -> Array:
+    return scale * arrays.where(wrong, arrays.full((), float("nan"), arrays.dtype(scale), scale), 1.0)
 
 
 def _shares(world: Handshake, arrays: ArrayLibrary, weights: Array, state: str, whole: Any = 1.0) -> Array:

@@ -301,7 +301,7 @@ def guide(given: Any, sizes: Sequence[int], arrays: ArrayLibrary, like: Array) -
     named = {"guide[0]": given[0], "guide[1]": given[1]}
     if not all(map(arrays.owns, given)):
         raise TypeError(f"guide must be arrays like the features, got {type(given[0]).__name__}; convert them")
-    _, (rows, columns) = features(False, **named)
+    features(False, **named)
     for (name, x), size in zip(named.items(), sizes, strict=True):
         if x.shape[0] != size:
             raise ValueError(f"{name} must have {size} rows, got {x.shape[0]}; give each row and each column its own")
@@ -311,7 +311,9 @@ def guide(given: Any, sizes: Sequence[int], arrays: ArrayLibrary, like: Array) -
             )
         if getattr(x, "requires_grad", False):
             raise ValueError(f"{name} must not require a gradient, got one that does; detach() it")
-    return arrays.cast(rows, arrays.dtype(like)), arrays.cast(columns, arrays.dtype(like))
+    # used as given: autocast's dtype is of the features alone
+    rows, columns = (arrays.cast(_resolved(arrays, x), arrays.dtype(like)) for x in given)
+    return rows, columns
 
 
 def _one_for_each(name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, like: Array) -> None:

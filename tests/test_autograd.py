@@ -264,6 +264,29 @@ def test_value_and_grad_and_a_group_stay_outside_of_graphs() -> None:
     assert graphs.operators() == []
 
 
+def test_an_exported_loss_takes_other_batches() -> None:
+    class Exported(torch.nn.Module):
+        def forward(self, x: Tensor, y: Tensor, s: Tensor) -> Tensor:
+            # a length would be a number of this batch
+            return contrastile.clip_loss(x, y, s, ids=torch.arange(x.shape[0]) // 2)
+
+    rows, given = {0: torch.export.Dim("rows", min=2, max=256)}, tuple(leaves(torch.float64))
+    exported = torch.export.export(Exported(), given, dynamic_shapes=(rows, rows, None), strict=False)
+    inputs = leaves(torch.float64, 16)
+    assert torch.equal(exported.module()(*inputs), clip(*inputs))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_autograd_finds_the_gradients() -> None:
+    inputs, again = leaves(torch.float64), leaves(torch.float64)
+    contrastile.clip_loss(*inputs).backward()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda x: x.backward(), backend="eager")(contrastile.clip_loss(*again))
+    for x, y in zip(inputs, again, strict=True):
+        assert torch.allclose(x.grad, y.grad, rtol=1e-12, atol=1e-15)
+
+
 @pytest.mark.slow
 def test_the_first_call_of_a_process_may_be_compiled_code_with_a_graph_break() -> None:
     code = """

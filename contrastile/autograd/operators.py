@@ -44,7 +44,8 @@ def second_derivative() -> RuntimeError:
 
 def one_upstream(upstream: Tensor) -> Tensor:
     """The upstream gradient; raise RuntimeError if it is a batch of them under torch's older, autograd's own vmap."""
-    known = getattr(torch._C, "_functorch", None)
+    # a compiler that goes backward has no batch, and cannot ask
+    known = None if torch.compiler.is_compiling() else getattr(torch._C, "_functorch", None)
     if known is not None and known.is_legacy_batchedtensor(upstream):
         raise RuntimeError(
             "contrastile::gradients must be given one upstream gradient at a time, got a batch of them "
@@ -210,6 +211,11 @@ def _backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     wants = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1], ctx.needs_input_grad[2], ctx.needs_input_grad[3]]
     state, (rows, scale, _, *others) = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
     vectors, columns = others[: len(VECTORS)], others[len(VECTORS) :]
+    if ctx.settings[0] == "sigmoid" and not state:
+        raise RuntimeError(
+            "a sigmoid loss that is to be trained must be traced or exported with inputs that require gradients, got "
+            "none that did; export it with them"
+        )
     given = one_upstream(upstream), state, rows, columns, scale, vectors
     d_rows, d_columns, *numbers = gradients(*given, *ctx.settings, wants)
     of_rows, *of_columns, of_scale, of_bias = only(wants, [d_rows, *d_columns, *numbers])

@@ -105,9 +105,10 @@ class Handshake:
                 column at all; on every rank, with the same message.
             ExchangeError: a rank did not answer within the deadline.
         """
-        own = rows.shape[0], tuple(int(x.shape[0]) for x in columns)
         if self.communicator is None:
-            return Met(own[0], sum(own[1]), 0, None)
+            # sizes that vary stay so for a tracer
+            return Met(rows.shape[0], sum(x.shape[0] for x in columns), 0, None)
+        own = rows.shape[0], tuple(int(x.shape[0]) for x in columns)
         comm = self.communicator
         scalars.check(comm)
         dtype, device = arrays.dtype(rows), arrays.device(rows)

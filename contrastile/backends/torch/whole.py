@@ -43,7 +43,7 @@ def loss(
     """See ``contract.Whole``."""
     number = float(scale)
     # BLAS skips the product when alpha is 0, and would lose a NaN in the features
-    if not 2.0**-126 <= abs(number * LOG2_E) <= 2.0**126:
+    if not 2.0**-126 <= abs(number * LOG2_E) <= 2.0**126 or not (bias is None or math.isfinite(bias)):
         return None
     state = state_of(rows)
     m, q = rows.shape[0], _as(state, rows)
