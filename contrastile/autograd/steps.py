@@ -27,7 +27,6 @@ from contrastile.backends.arrays import library_of, transfer
 from contrastile.backends.objectives import STATISTICS
 from contrastile.backends.replay import (
     Captured,
-    Copies,
     Pool,
     Signatures,
     Where,
@@ -134,8 +133,8 @@ class Step(Captured):
         # the loss whose gradients the second graph gives, and the replay that computed it
         self._latest = self._left = 0
         places = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
-        self._copies = Copies(places)
-        self._copies([x.detach() for x in tensors])
+        self._places = places
+        self._copy(tensors)
         for place, want in zip(places, wants, strict=True):
             place.requires_grad_(want)
         wanted = [x for x in places if x.requires_grad]
@@ -159,7 +158,11 @@ class Step(Captured):
 
         graphs, found = record(where, [forward, backward] if wanted else [forward], pool)
         self._forward, self._backward, self._place = graphs[0], graphs[-1], pool.add()
-        (self._value,), self._out = found[0], Copies(found[-1])
+        (self._value,), self._out = found[0], found[-1]
+
+    def _copy(self, tensors: Sequence[Tensor]) -> None:
+        for place, x in zip(self._places, tensors, strict=True):
+            place.copy_(x.detach())
 
     def loss(self, tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
         """The loss of these tensors, and the number of the replay that gave it."""
@@ -168,7 +171,7 @@ class Step(Captured):
             return self._value.clone(), self._latest
 
     def _replayed(self, tensors: Sequence[Tensor]) -> int:
-        self._copies([x.detach() for x in tensors])
+        self._copy(tensors)
         self._replay(self._forward, tensors[0])
         self.replays += 1
         self._left = self.pool.replayed(self._place)
@@ -194,7 +197,7 @@ class Step(Captured):
             self._upstream.copy_(upstream)
             self._replay(self._backward, upstream)
             self.pool.replayed(self._place)
-            found = iter(self._out.copied())
+            found = iter([x.clone() for x in self._out])
         return [next(found) if want else None for want in self._wants]
 
 

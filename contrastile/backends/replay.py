@@ -65,39 +65,6 @@ def can_capture(x: Any) -> bool:
     return x.get_device() >= 0 and may_be_captured() and x.get_device() == torch.cuda.current_device()
 
 
-_LARGE = 2**18
-"""Elements from which a tensor is copied by itself: one launch for several gives few blocks to each."""
-
-
-class Copies:
-    """Copies into tensors, or of them: one launch for all small ones of a dtype."""
-
-    def __init__(self, into: Sequence[Any]) -> None:
-        kinds: dict[Any, list[int]] = {}
-        self._alone: list[int] = []
-        for i, x in enumerate(into):
-            if x.numel() >= _LARGE:
-                self._alone.append(i)
-            elif x.numel():
-                kinds.setdefault(x.dtype, []).append(i)
-        self._groups = list(kinds.values())
-        self.into = into
-
-    def __call__(self, sources: Sequence[Any], into: Sequence[Any] | None = None) -> None:
-        """Copy ``sources`` into the tensors, or into others like them."""
-        targets = self.into if into is None else into
-        for i in self._alone:
-            targets[i].copy_(sources[i])
-        for group in self._groups:
-            torch._foreach_copy_([targets[i] for i in group], [sources[i] for i in group])
-
-    def copied(self) -> list[Any]:
-        """The tensors in memory of the caller's."""
-        mine = [torch.empty_like(x) for x in self.into]
-        self(self.into, mine)
-        return mine
-
-
 _replays = itertools.count(1)
 
 
