@@ -32,7 +32,7 @@ from contrastile.verify import plots  # noqa: E402
 from contrastile.verify.growth import AXES  # noqa: E402
 
 FILES = (
-    *("examples/pictures.py", "examples/queues.py", "examples/siglip.py"),
+    *("examples/pictures.py", "examples/siglip.py"),
     "contrastile/backends/numpy/__init__.py",
 )
 """What pages show whole."""
