@@ -143,7 +143,7 @@ def clip_loss(
         sum_positives: where the sum over several positives is, "outside" or "inside" of the logarithm: SupCon's L_out
             or L_in (Eq. 2 and 3). "inside" needs ``ids_are="positives"``.
         weights: (b,) floating point or None, one for each pair, without a gradient: the mean becomes a weighted mean
-            over all ranks. The sum of all weights must not be 0.
+            over all ranks. Where all weights are 0 the loss is 0; else their sum must not be.
         label_smoothing: 0..1, the share of the target that is spread over all columns, as in
             ``torch.nn.functional.cross_entropy``; not with false negatives, a margin or ``sum_positives="inside"``.
         margin: subtracted from the positives' dot products, before the scale multiplies them (CosFace Eq. 4).

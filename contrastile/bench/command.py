@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,8 @@ def _runs(name: str, device: str) -> bool:
 
 def settings(args: argparse.Namespace, device: str = "cpu") -> SweepSettings:
     """The settings that the arguments ask for, on this device; ``--quick`` fills in what was not given."""
+    if not math.isfinite(args.scale):
+        raise CannotRunError(f"--scale must be finite, got {args.scale}; leave it out for 100")
     usual = QUICK if args.quick else USUAL
     # numpy, which is float64 and for reference, only where there is no other
     here = [name for name, missing in available().items() if missing is None and name != "numpy"]

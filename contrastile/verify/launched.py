@@ -129,13 +129,16 @@ def mpi(device: str) -> Iterator[Launched]:
     """The processes of ``mpirun``.
 
     Raises:
-        CannotRunError: there is no MPI.
+        CannotRunError: there is no MPI, or one rank.
     """
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise CannotRunError(f"--world mpi cannot load MPI ({error}); run: pip install mpich") from error
     comm = MPI.COMM_WORLD
+    if comm.Get_size() == 1:
+        command = "mpirun -n 4 python -m mpi4py -m contrastile verify --world mpi"
+        raise CannotRunError(f"--world mpi runs under mpirun on 2 ranks or more, got 1; run: {command}")
     if device == "cuda":
         _take_gpu(comm.Split_type(MPI.COMM_TYPE_SHARED).Get_rank())
     launch = ["mpirun", "-n", str(comm.Get_size()), "python", "-m", "mpi4py", "-m", "contrastile"]
