@@ -59,8 +59,8 @@ def limits_of(
     """
     if threshold is None:
         return None
-    if guide[0] is None and validation.values_are_readable(arrays, scale) and float(scale) <= 0:
-        raise ValueError(f"scale must be positive with a threshold, got {float(scale):g}; leave the threshold out")
+    if guide[0] is None and validation.values_are_readable(arrays, scale) and not (number := scale.item()) > 0:
+        raise ValueError(f"scale must be positive with a threshold, got {number:g}; leave the threshold out")
     q, columns = sides if guide[0] is None else (guide[0], (guide[1],))
     if where is None:
         own = arrays.row_dots(q, columns[0][: q.shape[0]], arrays.dtype(scale))
