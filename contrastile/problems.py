@@ -138,8 +138,7 @@ def info_nce(
     state = state_dtype(arrays.dtype(rows))
     factor = check.scalar("scale", scale, arrays, state, rows)
     if negative_counts is not None and not validation.values_are_readable(arrays, counts):
-        most = 0 if deep is None else deep[1][1]
-        factor = _nan_if(arrays, ((counts < 0) | (counts > most)).any(), factor)
+        factor = _nan_if(arrays, ((counts < 0) | (counts > (deep[1][1] if deep else 0))).any(), factor)
     rows_of, of_columns = ids_of_both(check, arrays, rows, "query", (row_ids, m), (column_ids, n))
     if share_negatives and deep is not None:
         rows_of, of_columns = without_padding(arrays, columns, 1 + [*named].index(deep[0]), counts)
