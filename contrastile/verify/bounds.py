@@ -370,13 +370,14 @@ def _probability_error(
 
     ``p expm1(eta)``, ``eta = (1 + 6u) (E_x + E_L) + u (3 |x - L| + c + more)``. With a shared reference, which lies at
     most 70 (100 powers of two) above a log-sum-exp, p is exp(x - r) exp(r - L): |x| + |r| replaces |x - L|, c + 1 is
-    added, and an underflow costs 2^-100 and 2^-26 of all negatives. For any eta, both p lie in 0..1.
+    added, and an underflow costs 2^-100 and 2^-26 of all negatives, or 2^-9 / n of them for n beyond 2^17. For any
+    eta, both p lie in 0..1.
     """
     u, c, x = a.accuracy.unit, a.accuracy.exp_ulps, view.side.x
     far, constant, flushed, share = np.abs(x - lse[:, None]), c, a.tiny, 0.0
     if view.reference is not None:
         far = np.abs(x) + 2 * (view.reference + np.log(max(x.size, 1)) + 70)
-        constant, flushed, share = 2 * c + 1, 2.0**-100, 2.0**-26
+        constant, flushed, share = 2 * c + 1, 2.0**-100, 2.0**-26 / max(1.0, max(x.shape) / 2**17)
     eta = (1 + 6 * u) * (view.E + error) + u * (3 * far + constant + more)
     moved = np.minimum(np.where(p > 0, p * np.expm1(eta), 0.0), np.maximum(p, 1 - p) + 8 * u)
     return float64(moved + flushed + share * view.side.negative_mass[:, None])

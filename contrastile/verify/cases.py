@@ -147,8 +147,8 @@ def _vanished(draw: Draw, guide: int | None = None) -> Problem:
     made = with_limits(made if guide is None else with_guide(made, draw, "bfloat16", guide))
     for limits in (made.row_limits, made.column_limits):
         assert limits is not None
-        # this one has none at all
-        limits[7] = -np.inf
+        # this one has none at all, and of a NaN limit nothing is left out
+        limits[7], limits[9] = -np.inf, np.nan
     return made
 
 

@@ -28,6 +28,8 @@ LARGE = ((65537, 3, 2), (3, 65537, 2), (10007, 5, 129), (5, 10007, 129))
 PAIRS = {"cpu": (1451, 1449, 2), "cuda": (3001, 2903, 8)}
 """More pairs than 21 bits count; on a GPU more tiles than it computes at a time, so that each program has several."""
 
+_DROWNED = "softmax, 3 x 524289 x 5, drowned"
+
 
 def sizes(subject: Subject, case: str) -> Comparisons:
     """Value and gradients are right at every size of rows, columns and features."""
@@ -35,6 +37,16 @@ def sizes(subject: Subject, case: str) -> Comparisons:
         for label, kind in (("{}, {} x {} x {}".format(kind, *shape), kind) for kind in kinds):
             if asked(case, label):
                 yield label, subject.compare(_problem(kind, *shape, subject.dtype))
+    if subject.device == "cuda" and asked(case, _DROWNED):
+        yield _DROWNED, subject.compare(_drowned(2**19 + 1))
+
+
+def _drowned(n: int) -> Problem:
+    """One near negative for each row; of all others, 2^-26.7 of it and alike in one feature, the sum counts."""
+    rows, columns = np.eye(3, 5), np.zeros((n, 5))
+    columns[:3], columns[3:, 4] = np.roll(rows, 1, axis=0), 1.0
+    weight = np.where(np.arange(n) < 3, 1 / 3, 0.0)
+    return softmax_problem(rows, columns, 18.5, column_weight=weight, positives=np.arange(3))
 
 
 def _shapes(subject: Subject) -> Iterator[tuple[Sequence[str], tuple[int, int, int]]]:
