@@ -110,7 +110,7 @@ def value_and_grad(
 
     Returns:
         A function of the loss's own arguments that returns ``(value, gradients)``: one gradient for each positional
-        feature argument, then for the scale (and the bias), in the arguments' order. Labels have none.
+        feature argument, then for the scale (and the bias), 0-d, in the arguments' order. Labels have none.
 
     Raises:
         ValueError: ``loss`` is not one of this package's losses.
