@@ -292,7 +292,8 @@ class Replay:
 def _term(x: Tensor, gradient: Tensor) -> Tensor:
     if x.shape != gradient.shape:
         raise ValueError(
-            f"encode must return the same shapes both times, got {tuple(x.shape)} where it was {tuple(gradient.shape)}"
+            f"encode must return the same shapes both times, got {tuple(x.shape)} where it was "
+            f"{tuple(gradient.shape)}; let the chunk alone decide them"
         )
     # the product is in the gradient's dtype, at least float32: an upstream factor meets it before it is narrowed
     return (x.to(gradient.dtype) * gradient).sum()

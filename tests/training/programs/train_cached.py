@@ -18,7 +18,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "comm" / "programs"))
 import torch
 import torch.distributed as dist
 from engines import say
-from primitives import refusal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import contrastile
 from contrastile import training
-from contrastile.training.sync import Reduction
 
 UNUSED = {"find_unused_parameters": True}
 SHARDS = {2: (9, 14), 3: (9, 0, 14)}
@@ -271,81 +269,6 @@ def accumulated(inputs: Any) -> nn.Module:
     return model
 
 
-def refusals(inputs: Any) -> list[str]:
-    """What is refused by name; no gradient has been added then."""
-    inner = ddp(Dispatching())
-    around: Any = inner.module
-    static = ddp(Towers(), static_graph=True)
-    sharded: Any = fsdp(Towers())
-
-    tries: list[Callable[[], Any]] = [
-        lambda: training.cached_step((around.image, around.text), inputs, clip, chunk=CHUNK),
-        lambda: training.cached_step(towers(around), inputs, clip, chunk=CHUNK, sync=around),
-        lambda: training.cached_step(towers(around), inputs, clip, chunk=CHUNK, sync=inner),
-        lambda: training.cached_step(sharded, inputs, clip, scale=sharded.logit_scale.exp, chunk=CHUNK),
-        lambda: training.cached_step(static, inputs, clip, chunk=CHUNK),
-    ]
-    found = [refusal(ValueError, attempt) for attempt in tries]
-    for model in (inner, static, sharded):
-        assert all(p.grad is None for p in model.parameters())
-    return found
-
-
-class Forgetful(Towers):
-    """Nothing learns in the last chunk of the second pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = -(-max(SHARDS[dist.get_world_size()]) // CHUNK)
-
-    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        found = super().forward(images, texts)[:2]
-        self.left -= torch.is_grad_enabled()
-        return found if self.left else tuple(x.detach() for x in found)
-
-
-def late_refusals(inputs: Any) -> Iterator[str]:
-    """What shows in the last chunk: DDP would not reduce, FSDP2 would reduce nothing, a tower is nobody's."""
-    model = ddp(Wider())
-    with model.no_sync():
-        training.cached_step(model, inputs, clip, chunk=CHUNK)
-    forgetful = fsdp(Forgetful())
-    forgetful.logit_scale.requires_grad_(False)
-    apart = Towers()
-    tries: list[tuple[Any, Any]] = [
-        (model, None),
-        (forgetful, SCALE),
-        ((ddp(apart.image), apart.text), scale_of(apart)),
-    ]
-    for encode, scale in tries:
-        how: dict[str, Any] = {"scale": scale, "chunk": CHUNK}
-        yield refusal(RuntimeError, lambda: training.cached_step(encode, inputs, clip, **how))  # noqa: B023
-
-
-def flags(*models: Any) -> list[bool]:
-    ddp, fsdp = models
-    groups = Reduction([fsdp], [])._groups()
-    return [ddp.require_backward_grad_sync, *(x for each in groups for x in (each.reduce_grads, each.all_reduce_grads))]
-
-
-def restored(inputs: Any) -> str:
-    """An error in the second pass leaves no module without its reduction."""
-    models: tuple[Any, Any] = ddp(Towers()), fsdp(Towers())
-    assert all(flags(*models))
-    for model in models:
-        step = functools.partial(training.cached_step, functools.partial(failing, model), inputs, clip, chunk=CHUNK)
-        assert refusal(OSError, step) == "failed"
-        assert all(flags(*models))
-    return f"{len(flags(*models))} flags"
-
-
-def failing(model: nn.Module, *x: Tensor) -> Any:
-    """Raises at the first chunk of the second pass."""
-    if torch.is_grad_enabled():
-        raise OSError("failed")
-    return model(*x)
-
-
 def main() -> None:
     dist.init_process_group("gloo")
     rank, inputs, exact = dist.get_rank(), given(dist.get_rank()), expected()
@@ -356,9 +279,6 @@ def main() -> None:
     for which in ("image", "text"):
         for sharded in (False, True):
             say(rank, f"frozen {which} {sharded}: {frozen(which, inputs, sharded=sharded):.3g}")
-    for i, message in enumerate([*refusals(inputs), *late_refusals(inputs)]):
-        say(rank, f"refused {i}: {message}".replace("\n", " "))
-    say(rank, f"restored: {restored(inputs)}")
     dist.destroy_process_group()
 
 
