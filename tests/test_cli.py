@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from contrastile import cli, doctor, environment
+from contrastile import cli, doctor
 from contrastile.backends.registry import BUILT_IN
 from contrastile.bench.agreement import Agreement
 from contrastile.reporting import why_not_writable
@@ -75,14 +75,6 @@ def test_doctor_says_that_mpi4py_finds_no_mpi() -> None:
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=given).stdout
     assert "state='broken', detail='" in said
     assert ": cannot load MPI library', remedy='pip install mpich, or" in said
-
-
-def test_a_version_is_found_without_importing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "explosive.py").write_text("raise RuntimeError('imported')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert environment.version("explosive") == "of unknown version"
-    assert environment.version("nowhere_to_be_found") is None
-    assert environment.version("pytest") == pytest.__version__
 
 
 def test_no_command_is_imported_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

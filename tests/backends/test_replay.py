@@ -12,7 +12,6 @@ import torch
 import contrastile
 from contrastile.autograd import steps
 from contrastile.backends import settings
-from contrastile.backends.replay import Signatures
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.schedules.placement import SCHEDULES
 
@@ -62,16 +61,6 @@ def drawn(seed: int, m: int, n: int) -> list[Any]:
 def same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
     pairs = zip(found, expected, strict=True)
     return all(a is b is None or (a is not None and torch.equal(a, b)) for a, b in pairs)
-
-
-def test_what_cannot_be_captured_is_not_tried_again() -> None:
-    """Which signatures are held, and which are not captured again: contrastile/verify/calls.txt."""
-    signatures, make = Signatures[Any](), Mock(side_effect=RuntimeError("not permitted when stream is capturing"))
-    for _ in range(2 * BEFORE):
-        if signatures.find("impossible")[1]:
-            assert signatures.capture("impossible", (0, 7), make) is None
-    assert make.call_count == 1
-    assert not signatures.captured
 
 
 def of_ids(i: Any, t: Any, s: Any, **how: Any) -> Any:

@@ -137,27 +137,3 @@ def test_gist_is_the_library_s(tmp_path: Path, name: str, choice: tuple[bool, bo
         assert (x - y).abs().max().item() <= 1e-12 * (1 + x.abs().max().item())
     # with a margin below all similarities the guide leaves nothing out
     assert abs(found[2][0] - found[0][0]) > 1e-3
-
-
-def test_what_it_cannot_compute_is_refused() -> None:
-    from sentence_transformers import util
-
-    from contrastile.integrations.sentence_transformers import MultipleNegativesRankingLoss
-
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"similarity_fct": util.euclidean_sim}, r"similarity_fct must be util\.cos_sim or util\.dot_score, got 'eucl"),
-        ({"settings": "triton"}, r"settings must be a dict, got str; give the loss's own, such as settings="),
-        ({"settings": {"tiles": 8}}, ".*got 'tiles'; check its spelling"),
-        (
-            {"model": type("MultiVectorEncoder", (nn.Module,), {})()},
-            "model must have one vector for each text, got a Mu",
-        ),
-    ]
-    both, masked = ("query_to_doc", "doc_to_query"), {"mask_duplicates": True}
-    refused.append(({**masked, "directions": both}, "mask_duplicates must be of query_to_doc alone, .* and None"))
-    for given, said in refused:
-        with pytest.raises((TypeError, ValueError), match=f"^{said}"):
-            MultipleNegativesRankingLoss(**{"model": nn.Identity(), **given})
-    for key, x, said in (("pixels", 1, "pixels"), ("input_ids", torch.ones(3), r"\(3,\)")):
-        with pytest.raises(ValueError, match=rf"^mask_duplicates must have input_ids .* got {said}; leave it out"):
-            MultipleNegativesRankingLoss(nn.Identity(), **masked)([{key: x}] * 2)
