@@ -75,7 +75,7 @@ BUILT_IN = {
     "torch": Known("contrastile.backends.torch:backend", (TORCH,), INSTALL.format("torch")),
     "triton": Known("contrastile.backends.triton:backend", (TORCH, "triton>=3.5"), INSTALL.format("triton")),
     "cupy": Known(
-        "contrastile.backends.cupy:backend",
+        "contrastile.backends.cupy.record:backend",
         ("cupy", "cuda.bindings", "ml_dtypes"),
         INSTALL.format("cupy"),
     ),
@@ -162,7 +162,8 @@ def load(name: str) -> Backend:
 def _why(error: Exception, entry: Known) -> str:
     """Why something that is installed does not load, and what may help."""
     if isinstance(error, ModuleNotFoundError):
-        return f"{error}; check the spelling, or put its folder on PYTHONPATH"
+        spelling = "check the spelling, or put its folder on PYTHONPATH"
+        return f"{error}; {f'run: {entry.install}' if entry.install else spelling}"
     # one line: CuPy puts a frame around its own
     said = " ".join(str(error).split())
     again = f", or run: {entry.install} --force-reinstall" if entry.install else ""
