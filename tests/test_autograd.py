@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import contrastile
-from contrastile import autograd, problems
+from contrastile import autograd, nn, problems
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Options
 from contrastile.comm.inprocess import InProcess, InProcessGroup
@@ -223,7 +223,7 @@ class Graphs:
 
 @pytest.mark.usefixtures("primitives")
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [*LOSSES, nn.ClipLoss(), nn.SigLipLoss()])
 def test_the_compiler_sees_one_operator_in_one_graph_whose_results_are_the_loss_s(loss: Loss, dynamic: bool) -> None:
     graphs = Graphs()
     compiled = torch.compile(loss, backend=graphs, dynamic=dynamic, fullgraph=True)
