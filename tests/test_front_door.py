@@ -7,7 +7,6 @@ import inspect
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
 from types import ModuleType
 
 import numpy as np
@@ -63,16 +62,6 @@ def test_no_callable_goes_without_its_signature() -> None:
         own = [name for name, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__]
         names = [name for name in getattr(module, "__all__", own) if name[0] != "_" and name in dir(module)]
         assert {f"{module.__name__}.{name}" for name in names} <= written
-
-
-def test_tensors_without_values_give_the_shape_of_the_loss_whatever_its_arguments() -> None:
-    for where, place in ((nullcontext(), "meta"), (torch._subclasses.FakeTensorMode(), "cpu")):
-        with where:
-            image, key = torch.empty(6, 5, device=place), torch.empty(11, 5, device=place)
-            positives = torch.zeros(6, dtype=torch.int64, device=place)
-            scale = torch.tensor(14.0) if place == "cpu" else 14.0
-            loss = contrastile.info_nce(image, key, scale, positives=positives)
-        assert (loss.device.type, loss.shape, loss.dtype) == (place, (), torch.float32)
 
 
 def test_without_torch_the_modules_say_how_to_get_it() -> None:

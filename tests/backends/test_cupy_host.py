@@ -23,7 +23,7 @@ from contrastile.backends.cupy.configs import (
     kept_stride,
     weighted_shares,
 )
-from contrastile.backends.passes import backward_chunk, forward_chunk
+from contrastile.backends.passes import forward_chunk
 
 # the second has kernels of its own where rows are alone
 SHAPE, NARROW = (33, 47, 40), (300, 300, 100)
@@ -74,17 +74,6 @@ def test_a_first_call_s_kernels_are_compiled_before_any_is_launched_and_those_of
 
 
 LARGE = ((4_194_304, 4_194_304), (65536, 1000), (1000, 65536), (1, 10**7), (10**7, 1), (40001, 40003))
-
-
-def test_chunks_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CONTRASTILE_WORKSPACE_MIB", "256")
-    for (m, n), size, step in product(LARGE, (2, 4), (128, 256)):
-        height, width = backward_chunk(m, n, size, step, Options())
-        assert 1 <= height <= m
-        assert 1 <= width <= n
-        padded = -(-width // (16 // size)) * (16 // size)
-        assert size * height * padded <= 256 * 2**20
-        assert backward_chunk(m, n, size, step, Options(tile=(3, 5))) == (min(m, 3), min(n, 5))
 
 
 def test_partial_results_of_the_forward_pass_stay_bounded() -> None:

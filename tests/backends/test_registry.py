@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from cupy_hosted import hosted
 
-from contrastile.backends import choice, registry
-from contrastile.backends.choice import TABLE, choose
+from contrastile.backends import registry
+from contrastile.backends.choice import TABLE
 from contrastile.backends.contract import PRECISIONS, Backend, Options
 from contrastile.verify.facts import limits
 
@@ -49,16 +49,6 @@ def test_the_table_has_a_row_for_every_call_and_says_what_was_measured() -> None
         assert "torch" in row.order
         assert set(row.order) <= set(registry.BUILT_IN)
         assert row.measured
-
-
-def test_nothing_is_loaded_behind_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(choice, "unusable", lambda name, device: asked.append(name))
-    monkeypatch.setattr(choice, "capability", lambda place: 90)
-    assert choose("torch", "cuda", "float32") == "triton"
-    assert choose("torch", "cuda", "bfloat16") == "cupy"
-    assert choose("torch", "cuda", "float64") == "torch"
-    assert asked == ["triton", "cupy"]
 
 
 def records() -> Iterator[Backend]:
