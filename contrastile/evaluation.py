@@ -10,14 +10,13 @@ from typing import Any, Unpack
 
 from contrastile import compute, problems, validation
 from contrastile.backends.choice import choose, settled
-from contrastile.backends.contract import Options
+from contrastile.backends.contract import Array, Options
 from contrastile.backends.eager import outside_of_graphs
 from contrastile.backends.registry import checked
 from contrastile.plan import Given, Plan, Settings, complete
 from contrastile.schedules import local
 from contrastile.schedules.handshake import Handshake
 
-Array = Any
 Builder = Callable[..., problems.LossProblem]
 """Makes a problem of a loss's own arguments and ``world=``: see ``problems.BUILDERS``."""
 

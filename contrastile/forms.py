@@ -156,34 +156,30 @@ def negatives_of(
     named = {f"negatives[{i}]": x for i, x in enumerate(more)}
     shapes = {name: tuple(x.shape) for name, x in named.items() if len(getattr(x, "shape", ())) == 3}
     apart = not share or counts is not None
-    for wrong, message in (
-        (
-            not in_batch and (has["positives"] or not named),
+    if not in_batch and (has["positives"] or not named):
+        raise ValueError(
             "in_batch must be True with positives=, with ids_are='positives' and without negatives, got False: it is "
-            "for queries whose own key is the positive; leave one out",
-        ),
-        (
-            (apart or not in_batch) and has["smoothing"],
+            "for queries whose own key is the positive; leave one out"
+        )
+    if (apart or not in_batch) and has["smoothing"]:
+        raise ValueError(
             "label_smoothing must be 0 with share_negatives=False, negative_counts= or in_batch=False, got "
-            "more: its share of the target is for all columns; leave one out",
-        ),
-        (
-            (apart or not in_batch) and has["guide"],
+            "more: its share of the target is for all columns; leave one out"
+        )
+    if (apart or not in_batch) and has["guide"]:
+        raise ValueError(
             "guide must be None with share_negatives=False, negative_counts= or in_batch=False, got one: it is about "
-            "columns that all queries share; leave one out",
-        ),
-        (
-            share and counts is not None and has["ids"],
-            "negative_counts must be None with row_ids= where negatives are shared, got both; leave the padding out",
-        ),
-        (
-            apart and len(shapes) != 1,
+            "columns that all queries share; leave one out"
+        )
+    if share and counts is not None and has["ids"]:
+        raise ValueError(
+            "negative_counts must be None with row_ids= where negatives are shared, got both; leave the padding out"
+        )
+    if apart and len(shapes) != 1:
+        raise ValueError(
             "negatives must hold one array of shape (queries, k, width) with share_negatives=False or "
-            f"negative_counts=, got {len(shapes)}; reshape or join them",
-        ),
-    ):
-        if wrong:
-            raise ValueError(message)
+            f"negative_counts=, got {len(shapes)}; reshape or join them"
+        )
     found = {name: x.reshape((-1, x.shape[2])) if name in shapes else x for name, x in named.items()}
     if not apart:
         return found, None

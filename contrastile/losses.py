@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Unpack
 
 from contrastile import problems
+from contrastile.backends.contract import Array
 from contrastile.evaluation import evaluate
 from contrastile.plan import Settings
 from contrastile.problems import BUILDERS
-
-Array = Any
 
 
 class Side(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 
 from contrastile import validation
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import state_dtype
+from contrastile.backends.contract import Array, state_dtype
 from contrastile.backends.objectives import STATISTICS
 from contrastile.comm.buffers import split
 from contrastile.forms import Guide, counts_of, form_of, limits_of, negatives_of, threshold_of, without_padding
@@ -20,8 +20,6 @@ from contrastile.order import Order
 from contrastile.schedules.handshake import ALONE, Handshake
 from contrastile.schedules.local import Gradients
 from contrastile.schedules.problem import Problem
-
-Array = Any
 
 
 @dataclass(frozen=True, slots=True)

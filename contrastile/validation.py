@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from contrastile.backends import eager
 from contrastile.backends.arrays import FLOATS, ArrayLibrary, library_of
-from contrastile.backends.contract import PRECISIONS, Match, Options
+from contrastile.backends.contract import PRECISIONS, Array, Match, Options
 from contrastile.schedules.problem import BLOCK, Blocking
 
 T = TypeVar("T")
 
-Array = Any
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 # how NumPy, CuPy and torch begin the names of real dtypes
 _REAL = ("float", "bfloat16", "int", "uint", "bool", ">f", ">i", ">u")
@@ -305,10 +305,7 @@ def guide(given: Any, sizes: Sequence[int], arrays: ArrayLibrary, like: Array) -
     for (name, x), size in zip(named.items(), sizes, strict=True):
         if x.shape[0] != size:
             raise ValueError(f"{name} must have {size} rows, got {x.shape[0]}; give each row and each column its own")
-        if arrays.place(x) != arrays.place(like):
-            raise ValueError(
-                f"{name} must be on the features' device {arrays.place(like)}, got {arrays.place(x)}; move it there"
-            )
+        _beside(name, x, arrays, like)
         if getattr(x, "requires_grad", False):
             raise ValueError(f"{name} must not require a gradient, got one that does; detach() it")
     # used as given: autocast's dtype is of the features alone
@@ -323,6 +320,11 @@ def _one_for_each(name: str, x: Array, length: int, of: str, arrays: ArrayLibrar
         raise ValueError(
             f"{name} must have shape ({length},), one for each {of}, got {tuple(x.shape)}; give every {of} one"
         )
+    _beside(name, x, arrays, like)
+
+
+def _beside(name: str, x: Array, arrays: ArrayLibrary, like: Array) -> None:
+    """Raise ValueError for an array that is not where the features are."""
     if arrays.place(x) != arrays.place(like):
         raise ValueError(
             f"{name} must be on the features' device {arrays.place(like)}, got {arrays.place(x)}; move it there"
@@ -436,11 +438,10 @@ def _device(given: Any) -> Any:
     """A device of torch's that there is, with its index."""
     import torch
 
-    try:
+    found = None
+    with suppress(RuntimeError, TypeError):
         found = torch.device(given)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"device must be a CPU or a GPU, got {given!r}; pass e.g. device='cuda', or None") from None
-    if found.type not in ("cpu", "cuda"):
+    if found is None or found.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be a CPU or a GPU, got {given!r}; pass e.g. device='cuda', or None")
     if found.type == "cpu":
         return torch.device("cpu")
