@@ -6,13 +6,14 @@ gradients. Unrequested gradients are None.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from contrastile.backends.arrays import ArrayLibrary, transfer
+from contrastile.backends.arrays import ArrayLibrary, transfer, working_for
 from contrastile.backends.contract import Array, Backend, Options, Whole
 from contrastile.backends.objectives import STATISTICS
 from contrastile.backends.settings import FEATURES, fits
@@ -29,8 +30,7 @@ from contrastile.schedules import (
     triangle,
     triangle_over_ranks,
 )
-from contrastile.schedules.native import native
-from contrastile.schedules.problem import Problem
+from contrastile.schedules.problem import Problem, convert
 from contrastile.schedules.sums import gradients_over_ranks, phase
 
 Found = Sequence[Any]
@@ -55,7 +55,7 @@ def loss(plan: Plan, wanted: local.Wanted | None = None) -> Found:
         told = None if wanted is None else replicate.wanted_of_whole(wanted)
         value, *state = loss(replace(plan, problem=whole), told)
         return replicate.own_value(plan.problem, value), *whole.for_gradients().arrays(), *state
-    with native(plan.problem, library, backend) as inside:
+    with _native(plan.problem, library, backend) as inside:
         value, left = problem_loss(inside, local.Work(backend, plan.options), wanted)
         return tuple(transfer(x, backend.arrays, library) for x in (value, *left))
 
@@ -76,7 +76,7 @@ def gradients(plan: Plan, state: Found, upstream: Any, wanted: local.Wanted) -> 
         factor = replicate.upstream_of_whole(problem, one, wanted, library)
         found = gradients(replace(plan, problem=whole), left, factor, replicate.wanted_of_whole(wanted))
         return replicate.own_part(problem, local.Gradients.of(found), wanted, library).listed()
-    with native(problem, library, backend) as inside:
+    with _native(problem, library, backend) as inside:
         # sums of a problem in blocks stay where they are kept, as its features do
         stays = problem.blocking is not None and problem.kind == "sigmoid"
         # detached: the backend may write there, and autograd must not take that for a change of what it saved
@@ -94,6 +94,28 @@ def gradients(plan: Plan, state: Found, upstream: Any, wanted: local.Wanted) -> 
         # the second and the third are those of the scale and the bias
         dtypes = (number if i in (1, 2) else features for i in range(len(found)))
         return tuple(transfer(x, backend.arrays, library, of) for x, of in zip(found, dtypes, strict=True))
+
+
+@contextmanager
+def _native(problem: Problem, source: ArrayLibrary, backend: Backend) -> Iterator[Problem]:
+    """The caller's problem in the backend's library, which works where the caller's does; results are moved back inside.
+
+    Raises:
+        UnsupportedProblemError: the backend does not run where the features are.
+    """
+    blocking = problem.blocking
+    device = source.device(problem.rows) if blocking is None else blocking.device.type
+    backend.check_device(device)
+    torch = sys.modules["torch"] if source.name == "torch" else None
+    # the features have the dtype that they are to be multiplied in: no product is narrowed
+    narrowing = torch is not None and torch.is_autocast_enabled(device)
+    if source.name == backend.arrays.name != "cupy" and not narrowing:
+        yield convert(problem, source, backend.arrays)
+        return
+    wide = torch.autocast(device, enabled=False) if torch is not None and narrowing else nullcontext()
+    like = problem.rows if blocking is None else problem.scale.to(blocking.device)
+    with working_for(source, backend.arrays, like), wide:
+        yield convert(problem, source, backend.arrays)
 
 
 def may_be_replayed(plan: Plan) -> bool:
