@@ -98,7 +98,7 @@ def gradients(plan: Plan, state: Found, upstream: Any, wanted: local.Wanted) -> 
 
 @contextmanager
 def _native(problem: Problem, source: ArrayLibrary, backend: Backend) -> Iterator[Problem]:
-    """The caller's problem in the backend's library, which works where the caller's does; results are moved back inside.
+    """The caller's problem in the backend's library, which works where the caller's does until this closes.
 
     Raises:
         UnsupportedProblemError: the backend does not run where the features are.

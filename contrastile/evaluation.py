@@ -145,8 +145,7 @@ def computed(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[A
         if both is not None:
             return both
     plan, stated = make(build, settings, args, kwargs)
-    problem = plan.problem
-    wanted = local.Wanted(True, (True,) * len(problem.columns), True, problem.kind == "sigmoid")
+    wanted = local.Wanted.every(plan.problem)
     value, *state = compute.loss(plan, wanted)
     found = compute.gradients(plan, state, None, wanted)
     return value, stated.pull_back(local.Gradients.of(found))

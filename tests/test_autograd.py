@@ -22,6 +22,7 @@ from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Options
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.plan import Plan
+from contrastile.schedules import local
 
 B, D = 23, 17
 Loss = Callable[..., Tensor]
@@ -90,7 +91,7 @@ def test_opcheck(kind: str, backend: str) -> None:
     problem = built.problem
     plan = Plan(problem, backend, Options(), library_of(image))
     features_and_scale, vectors = (image, list(problem.columns), scale), list(problem.vectors)
-    settings = *autograd.operators.settings_of(plan), autograd.operators.every(problem)
+    settings = *autograd.operators.settings_of(plan), local.Wanted.every(problem).flags
     arguments = *features_and_scale, problem.bias, vectors, *settings
     torch.library.opcheck(autograd.operators.loss, arguments)
     value, state = autograd.operators.loss(*arguments)

@@ -20,6 +20,7 @@ from torch import Tensor
 from contrastile.autograd import functions, operators, steps
 from contrastile.backends import eager
 from contrastile.plan import Plan
+from contrastile.schedules import local
 
 
 def evaluate(plan: Plan) -> Tensor:
@@ -47,7 +48,10 @@ def evaluate(plan: Plan) -> Tensor:
         return functions.eager_loss(plan, grad=grad)
     if not problem.traceable:
         return functions.eager_loss(plan, grad=grad)
-    return operators.called(plan, operators.wants_of(problem, grad=grad))[0]
+    _, wanted = functions.asked(problem, grad=grad)
+    if wanted is None:
+        wanted = local.Wanted(False, (False,) * len(problem.columns), False)
+    return operators.called(plan, wanted)[0]
 
 
 def value_and_gradients(loss: Callable[..., Tensor], given: Sequence[Any]) -> tuple[Tensor, tuple[Tensor, ...]] | None:

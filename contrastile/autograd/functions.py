@@ -128,8 +128,7 @@ class PlannedBackward:
         if compute.is_whole(plan.problem, state):
             # an operator knows the primitives' state alone, and compilers get what lies behind it wrong
             plan = replace(plan, problem=replace(plan.problem, whole=None), form=None)
-            wants = [wanted.rows, *wanted.columns, wanted.scale, wanted.bias]
-            state = operators.restored(unrecorded(torch.is_grad_enabled(), operators.called, plan, wants)[1])
+            state = operators.restored(unrecorded(torch.is_grad_enabled(), operators.called, plan, wanted)[1])
             plan, arrays = plan.parted()
         function: Any = LossGradients
         given = function.apply(plan.without_arrays(), wanted, upstream, *state, *arrays)
@@ -228,9 +227,9 @@ class FunctionalLoss(torch.autograd.Function):
         """The loss and what its gradients need, all of them: which transform will ask for which is not known here."""
         whole = plan.with_arrays(arrays)
         if whole.problem.traceable:
-            loss, state = operators.called(whole, operators.every(whole.problem))
+            loss, state = operators.called(whole, local.Wanted.every(whole.problem))
             return loss, *state
-        found = compute.loss(whole, _all_wanted(whole) if plan.problem.kind == "sigmoid" else None)
+        found = compute.loss(whole, local.Wanted.every(whole.problem) if plan.problem.kind == "sigmoid" else None)
         given = set(map(id, arrays))
         # the state of a replicated loss has the scale itself, and autograd saves no argument that is a result
         return tuple(x.view_as(x) if id(x) in given else x for x in operators.filled(found, whole.problem.scale))
@@ -240,7 +239,7 @@ class FunctionalLoss(torch.autograd.Function):
         """The arrays that the gradients read, and all results but the loss."""
         plan, *arrays = inputs
         whole = plan.with_arrays(arrays)
-        ctx.empty, ctx.wanted = plan.problem, _all_wanted(whole)
+        ctx.empty, ctx.wanted = plan.problem, local.Wanted.every(whole.problem)
         ctx.plan, needed = whole.parted()
         ctx.save_for_backward(*output[1:], *needed)
         ctx.mark_non_differentiable(*output[1:])
@@ -270,10 +269,6 @@ class FunctionalLoss(torch.autograd.Function):
             f"contrastile::loss must be called with one batch at a time, got {info.batch_size} of them under "
             "torch.func.vmap; call the loss in a loop"
         )
-
-
-def _all_wanted(plan: Plan) -> local.Wanted:
-    return local.Wanted(True, (True,) * len(plan.problem.columns), True, plan.problem.kind == "sigmoid")
 
 
 class LossGradients(Gradients):

@@ -69,22 +69,11 @@ def only(wants: Sequence[bool], given: Sequence[Tensor]) -> list[Tensor | None]:
     return [x if want else None for x, want in zip(given, wants, strict=True)]
 
 
-def wants_of(problem: Problem, *, grad: bool) -> list[bool]:
-    """Whether gradients of the rows, each column block, the scale and the bias will be asked for."""
-    given = problem.rows, *problem.columns, problem.scale, problem.bias
-    return [grad and x is not None and x.requires_grad for x in given]
-
-
-def every(problem: Problem) -> list[bool]:
-    """The same where all will be."""
-    return [*[True] * (2 + len(problem.columns)), problem.kind == "sigmoid"]
-
-
-def called(plan: Plan, wants: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
+def called(plan: Plan, wanted: local.Wanted) -> tuple[Tensor, list[Tensor]]:
     """The first operator of a plan."""
     problem = plan.problem
     given = problem.rows, problem.columns, problem.scale, problem.bias, problem.vectors
-    return cast("tuple[Tensor, list[Tensor]]", loss(*given, *settings_of(plan), wants))
+    return cast("tuple[Tensor, list[Tensor]]", loss(*given, *settings_of(plan), wanted.flags))
 
 
 def gradients_called(plan: Plan, state: compute.Found, upstream: Tensor, wanted: local.Wanted) -> list[Tensor]:
@@ -92,8 +81,7 @@ def gradients_called(plan: Plan, state: compute.Found, upstream: Tensor, wanted:
     problem = plan.problem
     needed = filled(state[:LSES] if problem.kind != "sigmoid" else state, problem.scale)
     given = problem.rows, problem.columns, problem.scale, problem.vectors
-    wants = [wanted.rows, *wanted.columns, wanted.scale, wanted.bias]
-    rows, columns, scale, bias = gradients(upstream, needed, *given, *settings_of(plan), wants)
+    rows, columns, scale, bias = gradients(upstream, needed, *given, *settings_of(plan), wanted.flags)
     return [rows, scale, bias, *columns]
 
 
@@ -119,11 +107,6 @@ def _plan(
     return Plan(form.with_arrays((rows, scale, bias, *vectors, *columns)), backend, options, library_of(rows))
 
 
-def _wanted(wants: Sequence[bool]) -> local.Wanted:
-    rows, *columns, scale, bias = wants
-    return local.Wanted(rows, tuple(columns), scale, bias)
-
-
 _SETTINGS = (
     "str kind, str match, float? margin, float? smoothing, str backend, SymInt tile_rows, SymInt tile_columns, "
     "str precision, SymInt? workspace, bool[] wants"
@@ -147,7 +130,7 @@ def loss(rows: Tensor, columns: Sequence[Tensor], scale: Tensor, *others: Any) -
     bias, vectors, kind, *settings, wants = others
     plan = _plan(rows, columns, scale, bias, vectors, (kind, *settings))
     sums = kind == "sigmoid" and any(wants)
-    value, *state = filled(compute.loss(plan, _wanted(wants) if sums else None), scale)
+    value, *state = filled(compute.loss(plan, local.Wanted.of(wants) if sums else None), scale)
     return value, state[:LSES] if kind != "sigmoid" else state
 
 
@@ -158,7 +141,7 @@ def gradients(
     """Gradients of ``upstream * loss`` for the rows, each column block, the scale and the bias."""
     vectors, *settings, wants = others
     plan = _plan(rows, columns, scale, None, vectors, settings)
-    found = compute.gradients(plan, restored(state), upstream, _wanted(wants))
+    found = compute.gradients(plan, restored(state), upstream, local.Wanted.of(wants))
     d_rows, d_scale, d_bias, *d_columns = filled(found, scale)
     return d_rows, d_columns, d_scale, d_bias
 

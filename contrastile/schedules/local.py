@@ -60,6 +60,22 @@ class Wanted:
     scale: bool = True
     bias: bool = False
 
+    @staticmethod
+    def every(problem: Problem) -> Wanted:
+        """All that a problem has."""
+        return Wanted(True, (True,) * len(problem.columns), True, problem.kind == "sigmoid")
+
+    @staticmethod
+    def of(flags: Sequence[bool]) -> Wanted:
+        """From ``flags``."""
+        rows, *columns, scale, bias = flags
+        return Wanted(rows, tuple(columns), scale, bias)
+
+    @property
+    def flags(self) -> list[bool]:
+        """Of the rows, each column block, the scale and the bias."""
+        return [self.rows, *self.columns, self.scale, self.bias]
+
 
 @dataclass(frozen=True, slots=True)
 class Forward:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -54,10 +53,6 @@ GUIDES = ("row_guide", "column_guide")
 _INDICES = ("positives", "excluded", "row_ids", "column_ids")
 
 
-def every_gradient(problem: Problem) -> local.Wanted:
-    return local.Wanted(True, (True,) * len(problem.columns), True, problem.bias is not None)
-
-
 @np.errstate(all="ignore")
 def outcome(
     problem: Problem,
@@ -81,12 +76,15 @@ def outcome(
     native = materialise(problem, backend, dtype, device)
     # bars are float64
     upstream_gradient = arrays.asarray(upstream, "float64" if np.ndim(upstream) else backend.state(dtype), native.scale)
-    wanted = every_gradient(native) if want == "every" else want
+    wanted = local.Wanted.every(native) if want == "every" else want
     loss, state = compute.problem_loss(native, local.Work(backend, options), wanted)
     gradients = _NO_GRADIENTS
     if wanted is not None:
         gradients = compute.problem_gradients(native, state, upstream_gradient, wanted, local.Work(backend, options))
-    take = partial(taken, arrays)
+
+    def take(x: Array | None) -> Any:
+        return None if x is None else np.array(arrays.to_numpy(x), dtype=np.float64)
+
     return Outcome(
         loss=take(loss),
         rows=take(gradients.rows),
@@ -94,11 +92,6 @@ def outcome(
         scale=take(gradients.scale),
         bias=take(gradients.bias),
     )
-
-
-def taken(arrays: ArrayLibrary, x: Array | None) -> Any:
-    """A copy of an array of this library in NumPy's float64; None for None."""
-    return None if x is None else np.array(arrays.to_numpy(x), dtype=np.float64)
 
 
 @contextmanager

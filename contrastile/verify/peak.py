@@ -16,10 +16,10 @@ import numpy as np
 
 from contrastile import compute
 from contrastile.backends.contract import Backend, Options
-from contrastile.schedules.local import Work
+from contrastile.schedules import local
 from contrastile.schedules.problem import Problem
 from contrastile.verify.comparison import Comparisons, Worst
-from contrastile.verify.execution import every_gradient, materialise
+from contrastile.verify.execution import materialise
 from contrastile.verify.rounding import round_to
 from contrastile.verify.trial import SkipError, Subject
 
@@ -106,11 +106,11 @@ def _problem(kind: str, batch: int, width: int, dtype: str, seed: int) -> Proble
 @np.errstate(all="ignore")
 def _step(native: Problem, backend: Backend, options: Options) -> object:
     """Value and all gradients, by the calls that the public functions make."""
-    wanted = every_gradient(native)
+    wanted = local.Wanted.every(native)
     # what is kept has a measurement of its own
     told = wanted if native.kind == "sigmoid" else None
-    value, state = compute.problem_loss(native, Work(backend, options), told)
-    return value, compute.problem_gradients(native, state, None, wanted, Work(backend, options))
+    value, state = compute.problem_loss(native, local.Work(backend, options), told)
+    return value, compute.problem_gradients(native, state, None, wanted, local.Work(backend, options))
 
 
 def peak_bytes(library: str, device: str, step: Callable[[], object]) -> float:

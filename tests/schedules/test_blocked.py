@@ -17,7 +17,6 @@ from contrastile.backends.registry import load
 from contrastile.problems import BUILDERS
 from contrastile.schedules import local
 from contrastile.schedules.problem import Blocking, Problem
-from contrastile.verify.execution import every_gradient
 from contrastile.verify.wrapped import around
 
 TORCH, CPU = load("torch"), torch.device("cpu")
@@ -26,7 +25,7 @@ LOSSES = (contrastile.clip_loss, contrastile.nt_xent, contrastile.sigmoid_loss)
 
 def evaluated(problem: Problem, backend: Any = TORCH) -> list[Any]:
     """The loss and its gradients."""
-    wanted, work = every_gradient(problem), local.Work(backend, Options())
+    wanted, work = local.Wanted.every(problem), local.Work(backend, Options())
     value, state = compute.problem_loss(problem, work, wanted)
     g = compute.problem_gradients(problem, state, torch.ones((), dtype=problem.scale.dtype), wanted, work)
     return [value, g.rows, *g.columns, g.scale, g.bias]
