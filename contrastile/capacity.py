@@ -57,21 +57,7 @@ _NUMBERS = 28
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is to be trained.
-
-    Attributes:
-        batch: pairs, of all GPUs together.
-        dim: width of the embeddings.
-        gpus: ranks, one GPU each.
-        dtype: of the embeddings.
-        encoder_mib_per_sample: what the encoders hold of one pair between their forward and backward.
-        model_gib: weights, their gradients and the optimizer's state, on each GPU.
-        memory_gib: of each GPU.
-        backend: see ``plan.Settings``.
-        device: "cuda" or "cpu".
-        per_host: GPUs of a host; None for all.
-        machine: what the model of time assumes.
-    """
+    """What is to be trained, as ``add_arguments`` says of each, and what the model of time assumes."""
 
     batch: int
     dim: int
@@ -112,15 +98,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to run the step.
-
-    Attributes:
-        name: the call.
-        bytes: its peak on each GPU.
-        fits: whether that is within the memory.
-        chunk: samples that are encoded at a time.
-        items: what is alive at the peak.
-    """
+    """One way to run the step, with so many samples encoded at a time, and what is alive on each GPU at its peak."""
 
     name: str
     bytes: int

@@ -98,15 +98,7 @@ class Measurement:
 
 @dataclass(slots=True)
 class Sweep:
-    """All results.
-
-    Attributes:
-        settings: what was asked for.
-        environment: machine and versions.
-        agreements: each implementation compared with the oracle.
-        rows: measured and skipped workloads.
-        interrupted: whether it was stopped early; unfinished rounds are left out.
-    """
+    """All results. Of one that was interrupted, unfinished rounds are left out."""
 
     settings: SweepSettings
     environment: dict[str, Any]

@@ -44,14 +44,9 @@ class PatchError(CannotRunError):
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A known defect: a change of one file of the package.
+    """A known defect, as the text above has it; its name is "COMPONENT:DEFECT".
 
     Attributes:
-        name: "COMPONENT:DEFECT".
-        about: the defect, in one line.
-        file: the file's path in the package.
-        before: text that occurs exactly once in the file.
-        after: its replacement.
         checks: arguments of ``contrastile verify`` that select the checks; none for all. Under Triton's interpreter,
             which takes a second for a small problem, ``run.INTERPRETED`` has the defaults.
         equivalent: why no check can catch it, if none can.

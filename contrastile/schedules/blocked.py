@@ -56,15 +56,10 @@ def _parts(matrices: Sequence[Array], most: int) -> list[_Part]:
 
 @dataclass(frozen=True, slots=True)
 class _StagedBlock:
-    """A block of rows against a block of columns, on the device.
+    """A block of rows against a block of columns, on the device; whether it is the first, and the last, of these rows.
 
     Attributes:
-        row: the rows' part.
-        column: the columns' part.
         slot: which of two buffers the columns, and their sums, are in.
-        block: both.
-        first: whether it is the first of these rows.
-        last: whether it is the last of these rows.
         within: of a block of rows against itself, the problem; None for any other.
     """
 
@@ -80,14 +75,8 @@ class _StagedBlock:
 class _Blocks:
     """The blocks of a problem, and the copies that stage them on the device, for one pass.
 
-    Of the problem the features are the caller's, and all else is the backend's.
-
-    Attributes:
-        rows: the rows' parts.
-        columns: the columns'; of rows against themselves the same.
-        source: the caller's array library.
-        arrays: the backend's.
-        staging: makes the copies.
+    Of the problem the features are of the caller's library, ``source``, and all else is of the backend's, ``arrays``.
+    The parts of rows against themselves are the columns' too.
     """
 
     def __init__(self, problem: Problem, arrays: ArrayLibrary) -> None:

@@ -60,16 +60,11 @@ class Check:
     """One check, which yields one row.
 
     Attributes:
-        backend: its name, or a loss's.
-        property: its name.
-        case: its name.
+        backend: its name, or a loss's; and the names of the property and of the case.
         dtype: of the features, and how they are multiplied.
-        compare: makes the comparisons; None for what a loss does not claim.
+        compare: makes the comparisons; None for what a loss does not claim, and then ``reason`` says what that is.
         given: the options that select it; None for those left out.
-        reason: what is not claimed.
-        device: kind of device.
-        world: the number of ranks.
-        launch: the words that start the program on them.
+        launch: the words that start the program on a world of so many ranks.
     """
 
     backend: str

@@ -35,21 +35,10 @@ first dtype of the first backend.
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What to run: iterating over it gives the checks.
+    """What to run, as ``options.OPTIONS`` says of each: iterating over it gives the checks.
 
-    Attributes:
-        backends: by name.
-        cases: names, also "drawn" and "drawn:17"; None for all.
-        properties: names; None for all.
-        dtypes: of the features; those that a backend does not take are skipped.
-        device: kind of device; "auto" is a GPU for the backends that run on one, if there is a GPU, else the host.
-        gpu: whether there is one; "auto" asks.
-        workspace: see ``contract.Options``.
-        keep: see ``contract.Options``.
-        examples: problems to draw for each backend and dtype.
-        seed: of everything random.
-        precisions: of float32 products; those that a backend does not have are skipped. None for all that it has.
-        world: the ranks, on which the distributed properties run and no others; None for a single process.
+    What a backend does not take is skipped; ``gpu`` is whether there is one. On a world the distributed properties run,
+    and no others.
     """
 
     backends: dict[str, Backend]
@@ -85,8 +74,7 @@ class Selection:
             return []
         if self.cases is None:
             return [each.case]
-        found = [name for name in self.cases if name.partition(":")[0] == each.case]
-        return found if each.parts else [each.case] * bool(found)
+        return [name for name in self.cases if name.partition(":")[0] == each.case]
 
     def __iter__(self) -> Iterator[Check]:
         """All checks, in a fixed order; of cases, truths and trials the latest alone is held."""

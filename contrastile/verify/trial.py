@@ -32,14 +32,12 @@ class Property:
         check: takes a Trial; of a property with a case of its own, a Subject and that case's full name.
         case: that case, which runs once per backend and dtype; None for a property of every case.
         says: what is correct, where the check does not say so itself.
-        parts: whether it takes parts of its case, "public-losses:nn" for one.
     """
 
     name: str
     check: Callable[..., Comparisons]
     case: str | None = None
     says: str = ""
-    parts: bool = True
 
     @property
     def about(self) -> str:
@@ -57,7 +55,7 @@ def skipped(reason: str) -> Comparisons:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The backend under test, and how it computes: see ``selection.Selection``."""
+    """The backend under test, and how it computes: see ``options.OPTIONS``."""
 
     name: str
     backend: Backend

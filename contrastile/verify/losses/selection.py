@@ -25,15 +25,9 @@ ABOUT |= {name: about for name, (_, about) in ranks.DISTRIBUTED.items()}
 
 @dataclass(frozen=True, slots=True)
 class LossSelection:
-    """What to run: iterating over it gives the checks.
+    """What to run, as ``options.OPTIONS`` says of each: iterating over it gives the checks.
 
-    Attributes:
-        losses: in their order.
-        cases: names; None for all.
-        properties: names; None for all.
-        dtypes: of the features; those that a loss does not claim are listed once.
-        device: kind of device.
-        seed: by which the features of each case are drawn.
+    Dtypes that a loss does not claim are listed once.
     """
 
     losses: Sequence[Loss]
@@ -52,14 +46,14 @@ class LossSelection:
         compare: Callable[[], Comparisons] | None = None,
         **more: Any,
     ) -> Check:
-        given: dict[str, Any] = {
+        given = {
             "loss": loss.name,
             "objective": loss.claims.objective,
             "dtype": dtype,
             "property": name,
+            "device": None if self.device == "cpu" else self.device,
+            "seed": self.seed or None,
         }
-        given |= {} if self.device == "cpu" else {"device": self.device}
-        given |= {"seed": self.seed} if self.seed else {}
         return Check(loss.name, name, case, dtype, compare, given, **more)
 
     def __iter__(self) -> Iterator[Check]:
