@@ -40,8 +40,8 @@ from peers.timed import OPEN_CLIP, PLAINS, TIMED, Loss, compiled, loaded  # noqa
 
 import contrastile  # noqa: E402
 from contrastile.bench.agreement import check  # noqa: E402
-from contrastile.bench.memory import peak_extra  # noqa: E402
 from contrastile.bench.peers import ours as implementation  # noqa: E402
+from contrastile.bench.sweep import peak_extra  # noqa: E402
 from contrastile.bench.workloads import COSINE  # noqa: E402
 from contrastile.reporting import one_line  # noqa: E402
 
@@ -52,17 +52,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One call to time.
-
-    Attributes:
-        loss: of ``PLAINS``.
-        dtype: of the features.
-        b: rows of features of each view, of each rank.
-        d: width.
-        settings: of the call.
-        scale: multiplies the dot products.
-        each: False where b counts the rows of all ranks.
-    """
+    """One call to time: a loss of ``PLAINS``; b rows of each view are of each rank, or where not ``each`` of all."""
 
     loss: str
     dtype: str

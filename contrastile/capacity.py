@@ -112,8 +112,6 @@ class Estimate:
     """What the loss and its gradients take with an exchange, by the model of ``schedules.timing``.
 
     Attributes:
-        exchange: its name.
-        seconds: of a step.
         share: how much of the step its products take.
         bytes: on each GPU, beyond the embeddings.
         hidden_from: the batch from which products take ``timing.HIDDEN`` of the step; None for none.
@@ -370,8 +368,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _memory(device: str) -> float:
     """GiB of this machine's device."""
-    from contrastile.bench.memory import available_bytes
-    from contrastile.environment import torch_gpus
+    from contrastile.environment import available_bytes, torch_gpus
 
     if device == "cuda" and not torch_gpus():
         raise CannotRunError("torch sees no GPU to read the memory from; give --memory-gib, e.g. --memory-gib 80")

@@ -92,6 +92,19 @@ def finds_a_gpu() -> bool:
     return bool(gpus())
 
 
+def available_bytes(device: str) -> int | None:
+    """Bytes available to new allocations; None if not known."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
 def version(module: str) -> str | None:
     """The version of the distribution that provides an importable module; None where no module is found.
 

@@ -97,9 +97,8 @@ class Plan:
 
     Attributes:
         problem: the loss as data: arrays of the caller's library, its kind, and this rank's placement.
-        name: the backend's name in the registry.
-        options: how to compute it.
-        library: the caller's array library.
+        name: the backend's.
+        library: the caller's.
         form: the plan of the gradients without arrays, where an earlier call has found it: see ``parted``.
     """
 

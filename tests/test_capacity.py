@@ -17,7 +17,7 @@ from contrastile.backends import registry
 from contrastile.backends.contract import Backend, Options
 from contrastile.backends.cupy import configs
 from contrastile.backends.registry import load
-from contrastile.bench.memory import peak_extra
+from contrastile.bench.sweep import peak_extra
 from contrastile.capacity import Setup, loss_items, offloaded_items, total
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 

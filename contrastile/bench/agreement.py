@@ -24,10 +24,7 @@ class Agreement:
     """How an implementation compares with the oracle.
 
     Attributes:
-        implementation: its name.
-        ratio: largest error / bound over loss and gradients, with and without ids; below 1 agrees. None when it
-            could not be run.
-        rows: pairs of the check.
+        ratio: largest error / bound over loss and gradients, with and without ids; None when it could not be run.
         reason: the worst element, or why it could not be run.
     """
 

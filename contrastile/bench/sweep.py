@@ -7,7 +7,9 @@ first and after each. A sample's matrix-product rate is the mean of the two arou
 
 from __future__ import annotations
 
+import gc
 import math
+import os
 import statistics
 import sys
 import time
@@ -15,17 +17,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
+from unittest import mock
 
 import numpy as np
 
 from contrastile.backends.arrays import ITEMSIZE
 from contrastile.backends.contract import BackendUnavailableError
-from contrastile.bench import memory
+from contrastile.backends.replay import SETTING
 from contrastile.bench.agreement import CHECK_ROWS, Agreement, check
 from contrastile.bench.peers import PLAIN, Implementation, ours, plain
 from contrastile.bench.workloads import Workload
-from contrastile.environment import measurement_environment
+from contrastile.environment import available_bytes, measurement_environment
 from contrastile.reporting import one_line
+from contrastile.verify.peak import peak_bytes
 
 PROBE_ROWS = 1024
 """Pairs of the first, short run that predicts the time of larger ones."""
@@ -229,7 +233,7 @@ def _measure(
                 row.reason = _does_not_fit(made, workload, settings, seconds_per_logit)
                 if row.reason is None:
                     step = made.step(workload, settings.dtype, device, settings.scale)
-                    row.peak_bytes = memory.peak_extra(step, made.library, device) if settings.memory else None
+                    row.peak_bytes = peak_extra(step, made.library, device) if settings.memory else None
                     rows[label], sizes[label], steps[label] = row, workload, step
             except Exception as error:  # memory may run out, and a third-party backend may raise anything
                 row.reason = f"raised {one_line(error)}"
@@ -269,7 +273,7 @@ def _does_not_fit(
 ) -> str | None:
     """Why a workload is not tried: predicted memory or time. Time grows with the square of the batch."""
     needs = made.predicted_bytes(workload, ITEMSIZE[settings.dtype])
-    has = memory.available_bytes(settings.device)
+    has = available_bytes(settings.device)
     if has is not None and needs > FITS * has:
         return f"needs about {needs / 2**30:.1f} GiB, {has / 2**30:.1f} GiB are available"
     key = made.name, workload.variant, workload.width
@@ -286,6 +290,18 @@ def _does_not_fit(
             "raise --budget or lower --repeat"
         )
     return None
+
+
+def peak_extra(call: Callable[[], Any], library: str, device: str) -> int:
+    """Peak extra bytes of one call: the most that was live at once, less what was live before; results included.
+
+    By the meters of ``verify.peak``: of torch on a CPU to the byte, inside C++ too; else the high-water mark of the
+    bytes requested from an allocator, of NumPy by ``tracemalloc``. What BLAS or oneDNN takes for itself counts nowhere.
+    Small losses are launched for it: what a replayed CUDA graph uses was allocated when it was captured.
+    """
+    gc.collect()
+    with mock.patch.dict(os.environ, {SETTING: "0"}):
+        return int(peak_bytes(library, device, call))
 
 
 def in_turns(

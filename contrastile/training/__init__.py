@@ -13,10 +13,9 @@ except ModuleNotFoundError:
     require("contrastile.training", "torch")
     raise
 
-from contrastile.training.cache import Cached, cached_step, embed
+from contrastile.training.cache import Cached, cached_step, embed, rank_at_1
 from contrastile.training.chunks import Budget
 from contrastile.training.distance import deep_distance
-from contrastile.training.metrics import rank_at_1
 from contrastile.training.replay import Replay
 from contrastile.training.stream import Stream, stream
 

@@ -7,14 +7,15 @@ those of the whole batch, if an embedding depends on its own sample alone.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from contrastile.retrieval import ranks
 from contrastile.training.chunks import Splitter
-from contrastile.training.metrics import clock, rank_at_1
 from contrastile.training.replay import Chunk, Encode, Loss, Replay, check_backward, check_loss, evaluate, numbers_of
 from contrastile.training.sync import Sync
 
@@ -92,11 +93,11 @@ def cached_step(
     numbers = numbers_of(scale)
     replay = Replay(encode, inputs, chunk, split, sync, offload)
     timed = "loss_seconds" in metrics
-    start = clock() if timed else 0.0
+    start = _clock() if timed else 0.0
     value, gradients, outside = replay.differentiate(loss, numbers)
     found = {"loss": value}
     if timed:
-        found["loss_seconds"] = torch.tensor(clock() - start)
+        found["loss_seconds"] = torch.tensor(_clock() - start)
     if "scale" in metrics:
         shown = [x.detach() for x in replay.outputs if x.ndim < 2] + numbers
         if not shown:
@@ -109,6 +110,32 @@ def cached_step(
         found["rank@1"] = rank_at_1(matrices[0], matrices[1])
     replay.run(gradients, outside, backward=backward)
     return found if metrics else value
+
+
+def _clock() -> float:
+    """The host's seconds, when CUDA, where it is in use, has done what was queued."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def rank_at_1(query: Tensor, key: Tensor, tile: int | None = None) -> Tensor:
+    """Share of queries whose own key (of the same row) has a strictly larger dot product than every other key.
+
+    A tie counts as a miss, so that embeddings that have collapsed to one point score 0: see ``retrieval.ranks``.
+
+    Args:
+        query: (m, d), floating point, m >= 1.
+        key: (n, d), n >= m, of the same dtype and device; rows from m on are further negatives.
+        tile: see ``retrieval.ranks``.
+
+    Returns:
+        0-d float32 on the features' device; NaN for no queries.
+
+    Raises:
+        TypeError, ValueError: see ``retrieval.ranks``, whose rows are the queries.
+    """
+    return (ranks(query, key, tile=tile) == 0).float().mean()
 
 
 class Cached:

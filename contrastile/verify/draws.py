@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from contrastile.backends.contract import Match
-from contrastile.data.wordnet import load_wordnet_pairs
+from contrastile.data import load_wordnet_pairs
 from contrastile.oracle.arrays import FloatArray, IntArray, float64
 from contrastile.oracle.general import logits
 from contrastile.oracle.pairs import target_weights

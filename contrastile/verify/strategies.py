@@ -46,7 +46,6 @@ class Drawn:
     Attributes:
         problem: features are representable in their dtype, every other number in float32.
         itself: whether the rows alone are to be given, which are the columns.
-        options: a tile, or the backend's.
         random: what more is to be drawn for it comes from here.
     """
 

@@ -11,8 +11,8 @@ import pytest
 
 from contrastile.cli import main
 from contrastile.mutate import run
+from contrastile.mutate.command import as_json, passed, summary
 from contrastile.mutate.registry import PACKAGE, Mutant, every
-from contrastile.mutate.report import as_json, passed, summary
 from contrastile.mutate.run import Done, MutationRun, Result, missing, plant, verdict
 
 MUTANTS = {mutant.name: mutant for mutant in every()}
