@@ -34,13 +34,11 @@ class Lengths:
         tile: terms of the longest partial sum.
         parts: tiles of all blocks, and one more per block: each is merged, or added, once.
         longest: length of the longest block.
-        shortest: length of the shortest block that is not empty; 1 if all are empty.
     """
 
     tile: int
     parts: int
     longest: int
-    shortest: int
 
 
 @dataclass(frozen=True)
@@ -136,23 +134,19 @@ def arithmetic(
     """
     tile = (None, None) if options is None or options.tile is None else options.tile
     here = spread or Spread((rows,), tuple(blocks))
-    half = max(1, min(filter(None, here.rows), default=1) // 2) if here.halved else 0
     return Arithmetic(
         accuracy,
         dtype,
         over_columns=_lengths(accuracy, here.blocks, tile[1]),
-        over_rows=_lengths(accuracy, here.rows, tile[0], half),
+        over_rows=_lengths(accuracy, here.rows, tile[0], halved=here.halved),
         ranks=here.rows,
         totals=0 if spread is None else 2 * len(here.rows) * len(here.blocks),
     )
 
 
-def _lengths(accuracy: Accuracy, sizes: Sequence[int], cap: int | None, cut: int = 0) -> Lengths:
-    """Lengths of sums over parts of these sizes, one of which may be split in two of at least ``cut`` each."""
+def _lengths(accuracy: Accuracy, sizes: Sequence[int], cap: int | None, *, halved: bool = False) -> Lengths:
+    """Lengths of sums over parts of these sizes, one of which may be split in two."""
     tiles = [max(1, min(accuracy.tile(size), size if cap is None else cap)) for size in sizes]
     parts = sum(-(-size // tile) + 1 for size, tile in zip(sizes, tiles, strict=True))
-    shortest = min((size for size in sizes if size), default=1)
-    if cut:
-        # at most one tile more, and one partial result more
-        parts, shortest = parts + 2, min(shortest, cut)
-    return Lengths(max(tiles, default=0), parts, max(sizes, default=0), shortest)
+    # halves have at most one tile more, and one partial result more
+    return Lengths(max(tiles, default=0), parts + 2 * halved, max(sizes, default=0))

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from contrastile.comm.buffers import split
 from contrastile.comm.communicator import Communicator, ExchangeError
 from contrastile.comm.connect import connect
 from contrastile.comm.watchdog import deadline_or, until
 from contrastile.environment import finds_a_gpu, torch_gpus
 from contrastile.reporting import CannotRunError
-from contrastile.verify.rearrange import split
 from contrastile.verify.worlds import LARGEST, Threads, World, portable, simulated
 
 T = TypeVar("T")

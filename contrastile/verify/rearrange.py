@@ -1,4 +1,4 @@
-"""Columns split and renumbered, and outcomes folded or multiplied."""
+"""Columns renumbered, and outcomes folded or multiplied."""
 
 from __future__ import annotations
 
@@ -19,11 +19,6 @@ POINTERS = ("positives", "excluded")
 
 def sizes(problem: Problem) -> list[int]:
     return [int(x.shape[0]) for x in problem.columns]
-
-
-def split(joined: Any, parts: Sequence[int]) -> tuple[Any, ...]:
-    ends = np.cumsum(parts)
-    return tuple(joined[end - size : end] for size, end in zip(parts, ends, strict=True))
 
 
 def redirected(pointers: Any, columns: IntArray) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from contrastile.backends.contract import Options, UnsupportedProblemError
+from contrastile.comm.buffers import split
 from contrastile.oracle.arrays import BoolArray, FloatArray, IntArray, float64
 from contrastile.oracle.general import logits
 from contrastile.oracle.named import within
@@ -165,7 +166,7 @@ def problem(seed: int, number: int, dtype: str) -> Drawn:
     bare = Problem(
         kind=kind,
         rows=rows,
-        columns=rearrange.split(columns, np.diff(cuts, prepend=0, append=n).tolist()),
+        columns=tuple(split(columns, np.diff(cuts, prepend=0, append=n).tolist())),
         scale=round_to(scale, "float32"),
         bias=round_to(bias, "float32") if kind == "sigmoid" or bias else None,
         row_weight=np.zeros(m),

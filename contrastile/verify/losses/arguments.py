@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from contrastile.backends.contract import Accuracy, state_dtype
+from contrastile.comm.buffers import split
 from contrastile.oracle import named
 from contrastile.oracle.arrays import FloatArray, IntArray, float64
 from contrastile.oracle.pairs import target_weights
 from contrastile.schedules.problem import Problem
-from contrastile.verify.draws import FAR, Draw, certain_pairs, pairs, signs, unit
-from contrastile.verify.rearrange import folded, split
+from contrastile.verify.draws import FAR, Draw, signs, unit
+from contrastile.verify.rearrange import folded
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Outcome, Owned
 
@@ -165,20 +166,6 @@ def rounded(given: Arguments, dtype: str, facts: Accuracy | None = None) -> Argu
     return replace(given, features=features, negatives=negatives, scale=scale, bias=bias, weights=weights)
 
 
-_APART, _ALONE = {"share_negatives": False}, {"in_batch": False}
-_INSIDE = {"ids_are": "positives", "sum_positives": "inside"}
-OWN_NEGATIVES: tuple[tuple[str, str, float, Any, int, dict[str, Any]], ...] = (
-    ("", "negatives of one query each, and NaN beyond their counts", 37.3, pairs, 0, _APART),
-    ("@certain", "of certain pairs", 100.0, certain_pairs, 0, _APART),
-    ("@alone", "nothing but them", 20.0, pairs, 0, {**_APART, **_ALONE, "margin": 0.35}),
-    ("@queue", "beside a queue, with ids", 20.0, pairs, 1, _APART | _ALONE),
-    ("@ids", "of several positives", 20.0, pairs, 1, _APART | _INSIDE),
-    ("@threshold", "less those far above the positive", 20.0, pairs, 0, {**_APART, "threshold": -0.1}),
-    ("@shared", "their padding, where all queries share them and logits of 0 count", 2.0, pairs, 2, _ALONE),
-)
-"""Cases of ``with_own``: name, about, scale, features, the queue before them (1: with ids, 2: without), and options."""
-
-
 def stated(objective: str, given: Arguments, weights: str = "float64") -> Problem:
     """The problem that an objective states of these arguments, with weights rounded to a dtype."""
     features, keywords, asked = given.features, dict(given.keywords), given.options
@@ -217,7 +204,7 @@ def stated(objective: str, given: Arguments, weights: str = "float64") -> Proble
     row_guide, column_guide = given.guide or (None, None)
     return Owned(
         rows=form.q,
-        columns=split(form.k, blocks) if form.first is None else (form.k.copy(),),
+        columns=tuple(split(form.k, blocks)) if form.first is None else (form.k.copy(),),
         scale=float64(form.scale),
         row_weight=round_to(u, weights),
         row_target=target,

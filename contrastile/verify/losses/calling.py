@@ -379,7 +379,7 @@ def queues(trial: LossTrial) -> Comparisons:
             yield f"{label}, the query frozen", NOTHING if frozen.columns[1] is not None else wrong("no gradient")
 
 
-REPEATED = {
+PROPERTIES = ONE_CALL | {
     each.name: each
     for each in (
         LossProperty("leaves", leaves, CALLS, claim=by_autograd),
@@ -413,7 +413,4 @@ REPEATED = {
         LossProperty("ties", ties, CALLS, claim=claimed(lambda x: x.objective == "maxsim", "tokens")),
     )
 }
-"""The properties of several calls, by name."""
-
-PROPERTIES = ONE_CALL | REPEATED
-"""All properties on one process, by name."""
+"""All properties on one process, by name: those of one call, and of several."""

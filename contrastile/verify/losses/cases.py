@@ -18,7 +18,6 @@ from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.schedules.problem import Problem
 from contrastile.verify.draws import FAR, TRAINED, Draw, Pairs, certain_pairs, pairs, real, steps, units
 from contrastile.verify.losses.arguments import (
-    OWN_NEGATIVES,
     Arguments,
     distinct,
     guided,
@@ -181,7 +180,8 @@ def _option(
 
 _SHARED: dict[str, Any] = {"ids_are": "positives"}
 _INSIDE: dict[str, Any] = {"sum_positives": "inside"}
-_BEFORE = (), (_queue,), (_one_tensor,)
+_APART: dict[str, Any] = {"share_negatives": False}
+_ALONE: dict[str, Any] = {"in_batch": False}
 _OPTIONS = (
     _option("weights", "weights of samples", HIGH, (*_ROWWISE, *_SELF, "sigmoid_loss"), optional()),
     # so many samples are sorted
@@ -238,8 +238,16 @@ _OPTIONS = (
     _option("guide@positives", "of positives anywhere", 20.0, _ONE, optional(_blocks, guided, threshold=-1.0)),
     _option("guide@queue", "of a queue", 20.0, _ONE, optional(_queue, guided, threshold=0.5, threshold_is="relative")),
     *(
-        _option("own" + name, about, scale, _ONE, optional(*_BEFORE[queue], with_own, **options), draw=draw)
-        for name, about, scale, draw, queue, options in OWN_NEGATIVES
+        _option("own" + name, about, scale, _ONE, optional(*before, with_own, **options), draw=draw)
+        for name, about, scale, draw, before, options in (
+            ("", "negatives of one query each, and NaN beyond their counts", HIGH, pairs, (), _APART),
+            ("@certain", "of certain pairs", 100.0, certain_pairs, (), _APART),
+            ("@alone", "nothing but them", 20.0, pairs, (), {**_APART, **_ALONE, "margin": 0.35}),
+            ("@queue", "beside a queue, with ids", 20.0, pairs, (_queue,), _APART | _ALONE),
+            ("@ids", "of several positives", 20.0, pairs, (_queue,), _APART | _SHARED | _INSIDE),
+            ("@threshold", "less those far above the positive", 20.0, pairs, (), {**_APART, "threshold": -0.1}),
+            ("@shared", "their padding, where all share them and 0 counts", 2.0, pairs, (_one_tensor,), _ALONE),
+        )
     ),
 )
 OPTIONS = tuple(each.name for each in _OPTIONS)
