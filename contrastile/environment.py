@@ -36,11 +36,7 @@ def environment() -> dict[str, Any]:
 
 
 def measurement_environment(device: str = "cpu") -> dict[str, Any]:
-    """``environment`` and what times depend on; torch's facts only where it can be imported.
-
-    Args:
-        device: "cuda" adds the GPU's name.
-    """
+    """``environment`` and what times depend on; torch's facts only where it can be imported."""
     facts: dict[str, Any] = {
         **environment(),
         "numpy_blas": _numpy_blas(),

@@ -22,13 +22,7 @@ Builder = Callable[..., problems.LossProblem]
 
 
 def evaluate(build: Builder, settings: Given, *args: Any, **kwargs: Any) -> Array:
-    """The loss's value, 0-d; for torch tensors differentiable.
-
-    Args:
-        build: makes the problem.
-        settings: how to compute it.
-        *args: what ``build`` is given.
-        **kwargs: what ``build`` is given.
+    """The value, 0-d, of the loss that ``build(*args, **kwargs)`` makes; for torch tensors differentiable.
 
     Raises:
         BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see ``contrastile.clip_loss``.

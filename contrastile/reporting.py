@@ -131,12 +131,7 @@ def colored(text: str, color: str) -> str:
 
 
 def wrapped(line: str, indent: str = "  ") -> str:
-    """A line broken at words where stdout is a terminal; else as it is, for what reads it.
-
-    Args:
-        line: the line.
-        indent: before its second part and the next.
-    """
+    """A line broken at words where stdout is a terminal, all parts but the first indented; else as it is."""
     if not sys.stdout.isatty():
         return line
     width = shutil.get_terminal_size().columns
@@ -158,13 +153,7 @@ def show_table(
 ) -> None:
     """Print a table to stdout: by rich where it is installed, else as plain text.
 
-    Args:
-        title: printed above it.
-        columns: headings.
-        rows: cells, as many in each row as there are columns.
-        right: columns to align to the right.
-        caption: printed below it.
-        style: a cell's text -> its rich style.
+    The columns of ``right`` are aligned to the right; ``style`` gives the style of rich for a cell's text.
     """
     if not _has_rich():
         print(plain_table(title, columns, rows, right=right))
@@ -214,12 +203,7 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 @contextmanager
 def progress(*, shown: bool = True, lines: bool = False) -> Iterator[ProgressCallback]:
-    """A progress bar on stderr that disappears when done.
-
-    Args:
-        shown: whether there is one at all.
-        lines: print a line for each tenth where there is no terminal, or no rich.
-    """
+    """A progress bar on stderr that disappears when done; without a terminal, or rich, ``lines`` for each tenth."""
     if not shown:
         yield lambda done, total, what: None
         return

@@ -105,13 +105,8 @@ class Calls:
     ) -> Tensor | None:
         """The loss of a plain eager call, differentiable; None for a call whose signature cannot be told.
 
-        Args:
-            build: makes the problem of ``args`` and ``kwargs``.
-            settings: how to compute it, alone.
-            args: of the loss, the features first.
-            kwargs: of the loss.
-            make: gives the plan, first of what it gives.
-            launch: gives the loss.
+        ``build`` makes the problem of ``args``, the features first, and ``kwargs``; ``make`` gives the plan, first of
+        what it gives, and ``launch`` the loss. The settings are of a process alone.
 
         Raises:
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError: see ``contrastile.clip_loss``.

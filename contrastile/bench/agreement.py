@@ -43,13 +43,6 @@ def check(implementation: Implementation, dtype: str, device: str, scale: float,
     """Compare loss and all gradients of one implementation with the oracle, at a ragged size, with and without ids.
 
     An infinite bound proves nothing: where one is infinite, fewer pairs are tried (sums in bfloat16).
-
-    Args:
-        implementation: what will be timed.
-        dtype: of the features.
-        device: "cpu" or "cuda".
-        scale: rounded to the state dtype first.
-        rows: number of pairs.
     """
     refusal = implementation.refuses(dtype, device)
     if refusal:

@@ -153,10 +153,6 @@ class Sweep:
 def run(settings: SweepSettings, advance: Advance) -> Sweep:
     """Run the sweep, smallest sizes first. An interruption ends it early, and what was measured until then is returned.
 
-    Args:
-        settings: what to measure.
-        advance: told of each step.
-
     Raises:
         ValueError, TypeError: a name is no backend.
         BackendUnavailableError: a backend that was named cannot be loaded.

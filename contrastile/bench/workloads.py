@@ -47,12 +47,7 @@ class Workload:
 
 
 def features(workload: Workload, scale: float) -> Arguments:
-    """The workload's arguments: unit pairs in float32, equal on every call, and for all variants of one shape.
-
-    Args:
-        workload: the size and variant.
-        scale: multiplies the dot products.
-    """
+    """The workload's arguments: unit pairs in float32, equal on every call, and for all variants of one shape."""
     b, d = workload.shape
     random = np.random.default_rng([b, d])
     image, noise = pair = tuple[Any, ...](random.standard_normal((b, d), dtype=np.float32) for _ in range(2))

@@ -29,13 +29,7 @@ _LIVING = 0.05
 
 
 class Board:
-    """Memory that the ranks of one host share.
-
-    Args:
-        rank: this rank's number.
-        processes: the process of every rank.
-        memory: of ``opened``.
-    """
+    """Memory that the ranks of one host, of these processes, share."""
 
     def __init__(self, rank: int, processes: Sequence[int], memory: mmap.mmap) -> None:
         self._rank, self._processes, self._memory, self._turn = rank, processes, memory, 0

@@ -107,11 +107,7 @@ def _library() -> Any:
 def channel(group: PointToPoint, like: Array) -> Channel | None:
     """NCCL between the GPUs of all ranks; None where a rank lacks NCCL, or two share a GPU.
 
-    Every rank calls this at the same message, and they decide together.
-
-    Args:
-        group: the ranks, who can talk to each other on the host.
-        like: an array on this rank's GPU.
+    Every rank calls this at the same message, with an array on its GPU, and they decide together.
     """
     number = int(library_of(like).place(like).rpartition(":")[2])
     place, key, here = "", "", None

@@ -99,14 +99,9 @@ def until(ready: Callable[[], bool], seconds: float) -> bool:
 
 
 def missing(lost: Sequence[int], waiting: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
-    """The ranks to blame: follow who waits for whom to those that sent no notice.
+    """The ranks to blame, in order: follow who waits for whom, from those lost to those that sent no notice.
 
-    Args:
-        lost: whom this rank waits for.
-        waiting: of each rank that has given up too, whom it waited for.
-
-    Returns:
-        Ranks in order; none when every rank waits for another, that is, when the ranks make different calls.
+    There are none when every rank waits for another, that is, when the ranks make different calls.
     """
     seen: set[int] = set()
     ahead = list(lost)
@@ -123,11 +118,7 @@ def describe(
 ) -> str:
     """What an ExchangeError says, with the ranks' numbers in the whole program.
 
-    Args:
-        timeout: what this rank has seen.
-        notices: of each rank that has given up, this one included, by rank.
-        deadline: seconds.
-        global_ranks: by rank.
+    The notices are of each rank that has given up, this one included.
     """
     blamed = missing(timeout.ranks, {r: notice.ranks for r, notice in notices.items()})
 

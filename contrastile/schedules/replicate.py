@@ -99,9 +99,7 @@ def wanted_of_whole(wanted: Wanted) -> Wanted:
 def parted(problem: Problem, state: State) -> tuple[Problem, State]:
     """The whole problem of a rank's part, and the state of its loss, from both in one row.
 
-    Args:
-        problem: this rank's part.
-        state: ``Problem.for_gradients().arrays()`` of the whole, and what its loss left.
+    That is ``Problem.for_gradients().arrays()`` of the whole, and what its loss left.
     """
     mine = problem.for_gradients()
     joined = replace(mine, placement=None, columns=mine.columns[:1])

@@ -55,10 +55,7 @@ def summed(placement: Placement, arrays: ArrayLibrary, *numbers: Array) -> Seque
 def gathered(placement: Placement, arrays: ArrayLibrary, *parts: tuple[Array, Sequence[int]]) -> list[Array]:
     """Every rank's arrays, joined in the order of the ranks. One message for all, and none in a world of one.
 
-    Args:
-        placement: of the problem.
-        arrays: their library.
-        *parts: this rank's arrays, each with the rows that each rank has of it.
+    The parts are this rank's arrays, each with the rows that each rank has of it.
     """
     own, ranks = [arrays.contiguous(x) for x, _ in parts], range(placement.size)
     if placement.size == 1:

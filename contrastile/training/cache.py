@@ -186,12 +186,7 @@ class Cached:
 
 
 def second_pass(run: Callable[[Sequence[Tensor | None]], None], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Values whose backward runs the second pass, whose gradients have no graph.
-
-    Args:
-        run: takes the gradient of each value.
-        values: of the first pass.
-    """
+    """Values of the first pass whose backward runs the second, given each one's gradient, which have no graph."""
     anchor = torch.zeros((), device=values[0].device, requires_grad=True)
     apply: Any = _SecondPass.apply
     found: tuple[Tensor, ...] = apply(anchor, run, values)

@@ -22,11 +22,6 @@ class RandomState:
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        """Record.
-
-        Args:
-            devices: those beside the CPU.
-        """
         self._python = random.getstate()
         self._numpy = np.random.get_state()
         self._cpu = torch.get_rng_state()
@@ -47,10 +42,9 @@ def _index(device: torch.device) -> tuple[torch.device, ...]:
 
 
 def accelerators(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
-    """The devices, other than the CPU, whose generators an encoder of these tensors may draw from.
+    """The devices, other than the CPU, whose generators an encoder of these inputs and parameters may draw from.
 
-    Args:
-        tensors: inputs and parameters. CUDA's current device is added once CUDA is in use.
+    CUDA's current device is one once CUDA is in use.
     """
     found = {x.device for x in tensors} - {torch.device("meta")}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -62,11 +62,7 @@ class Reduction:
     """
 
     def __init__(self, sync: Sync, encoders: Sequence[Callable[..., Any]]) -> None:
-        """Find the modules.
-
-        Args:
-            sync: see ``cached_step``.
-            encoders: the callables to look in.
+        """Find the modules, for ``sync`` of ``cached_step`` in the encoders.
 
         Raises:
             ValueError: ``sync`` is invalid, nobody would reduce the gradients, or an engine does that is

@@ -211,12 +211,9 @@ def _of_losses(options: argparse.Namespace) -> LossSelection:
 def selected(
     options: argparse.Namespace, world: World | None = None, printed: Callable[[], str] = str
 ) -> Iterator[Check]:
-    """The checks that options select, in a fixed order; the backends or the losses are loaded first.
+    """The checks that options select, as ``settle`` leaves them, in a fixed order.
 
-    Args:
-        options: as ``settle`` leaves them.
-        world: the ranks.
-        printed: returns what has been printed since the last call.
+    The backends or the losses are loaded first; ``printed`` returns what has been printed since the last call.
 
     Yields:
         One check for each backend that cannot run or has printed, then all others.
