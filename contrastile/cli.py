@@ -26,11 +26,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code.
-
-    Args:
-        argv: the arguments after the program's name; None for the process's own.
-    """
+    """Run a command of these arguments, or of the process's own, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not {"", os.getcwd()} & set(sys.path):
         # as python -m does, and a console script does not: "module:attribute" may be a file of the current directory

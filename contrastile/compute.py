@@ -43,12 +43,7 @@ _ALONE = nullcontext()
 
 
 def loss(plan: Plan, wanted: local.Wanted | None = None) -> Found:
-    """The loss (0-d), or the statistics, and what its gradients need: see ``problem_loss``.
-
-    Args:
-        plan: what to compute, and how.
-        wanted: the gradients that will be asked for; None for none.
-    """
+    """The loss (0-d), or the statistics, and what the gradients need that will be ``wanted``: see ``problem_loss``."""
     backend, library = plan.backend, plan.library
     if replicate.applies(plan.problem):
         whole = replicate.replicated(plan.problem, library)

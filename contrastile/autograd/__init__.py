@@ -24,11 +24,7 @@ from contrastile.schedules import local
 
 
 def evaluate(plan: Plan) -> Tensor:
-    """The loss, 0-d, differentiable in the rows, the columns, the scale and the bias.
-
-    Args:
-        plan: over torch tensors.
-    """
+    """The loss, 0-d, differentiable in the rows, the columns, the scale and the bias."""
     problem = plan.problem
     features = (problem.rows, *problem.columns, problem.scale, problem.bias)
     if functions.tangents(features):

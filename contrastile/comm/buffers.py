@@ -26,9 +26,6 @@ PIECE = 1 << 30
 def raw(x: Array) -> Bytes:
     """The bytes of an array on the host, (nbytes,) uint8: its own memory, no copy.
 
-    Args:
-        x: a NumPy array or a torch tensor on the CPU, of any dtype, contiguous.
-
     Raises:
         ValueError: it is not contiguous, so that there is no such view.
     """

@@ -26,11 +26,7 @@ _LONGEST_NOTICE = 4096
 
 
 def of(comm: Any, deadline: float | None = None) -> Communicator:
-    """The communicator of an mpi4py communicator; made once, and freed with it.
-
-    Args:
-        comm: an intracommunicator; every rank of it calls this the first time.
-        deadline: see ``connect``.
+    """The communicator of an mpi4py intracommunicator, of which every rank calls this first; freed with it.
 
     Raises:
         TypeError: it is not an intracommunicator.

@@ -174,12 +174,9 @@ def lse_function(rows: Array, count: int, wanted: Wanted | None, work: Work, *, 
 
 
 def forward(problem: Problem, work: Work, *, wanted: Wanted | None = None) -> Forward:
-    """The softmax loss and its log-sum-exps.
+    """The softmax loss of one process, and its log-sum-exps.
 
-    Args:
-        problem: of one process.
-        work: computes its blocks.
-        wanted: the gradients that will be asked for, so that the backend may keep what they can reuse; None for none.
+    The backend may keep what the gradients can reuse that will be ``wanted``; None for none.
 
     Raises:
         UnsupportedProblemError: the backend refuses one of the blocks.

@@ -118,12 +118,9 @@ class _Relocated:
 
 
 def relocated(backend: Backend, layout: Layout, violations: list[str]) -> Backend:
-    """The backend with its arguments copied to another layout before each call.
+    """The backend with its arguments copied to another layout before each call, accumulators between guard bands.
 
-    Args:
-        backend: the backend's record.
-        layout: where the arguments go; accumulators always lie between guard bands.
-        violations: receives one line for each buffer that a call changed and must not have.
+    ``violations`` receives one line for each buffer that a call changed and must not have.
     """
 
     def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:

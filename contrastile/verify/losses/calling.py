@@ -271,10 +271,7 @@ def autocast(trial: LossTrial) -> Comparisons:
     if case.facts is not None:
         features = [x for x in (found.rows, *found.columns) if x is not None]
         same = all(np.array_equal(x, round_to(x, "bfloat16"), equal_nan=True) for x in features)
-        yield (
-            "",
-            NOTHING if same else wrong("a gradient has bits that bfloat16 has not: the features were not narrowed"),
-        )
+        yield "", NOTHING if same else wrong("a gradient has bits that bfloat16 has not: nothing was narrowed")
     fields = trial.fields
     as_bfloat16 = replace(narrow.case, dtype="bfloat16", facts=None, claims=replace(case.claims, state=None))
     try:
