@@ -40,9 +40,9 @@ from peers.timed import OPEN_CLIP, PLAINS, TIMED, Loss, compiled, loaded  # noqa
 
 import contrastile  # noqa: E402
 from contrastile.bench.agreement import check  # noqa: E402
+from contrastile.bench.peers import COSINE  # noqa: E402
 from contrastile.bench.peers import ours as implementation  # noqa: E402
 from contrastile.bench.sweep import peak_extra  # noqa: E402
-from contrastile.bench.workloads import COSINE  # noqa: E402
 from contrastile.reporting import one_line  # noqa: E402
 
 SAME = ("device", "commit", "torch", "ranks")

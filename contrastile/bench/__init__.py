@@ -1,7 +1,7 @@
 """Measures what the losses cost beside a plain loss: time, share of the matrix-product rate and peak memory.
 
-``command`` is ``contrastile bench``; ``sweep`` takes the measurements, ``peers`` are the implementations, and
-``agreement`` requires each of them to agree with the oracle before it is timed.
+``command`` is ``contrastile bench``; ``sweep`` takes the measurements, ``peers`` are the implementations and the
+sizes, and ``agreement`` requires each implementation to agree with the oracle before it is timed.
 """
 
 import os

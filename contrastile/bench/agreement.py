@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
-from contrastile.bench.peers import Implementation
-from contrastile.bench.workloads import Workload, features
+from contrastile.bench.peers import Implementation, Workload, features
 from contrastile.verify.comparison import Worst
 from contrastile.verify.losses.arguments import rounded
 from contrastile.verify.losses.cases import Batch, LossCase

@@ -11,8 +11,8 @@ from contrastile.backends.arrays import FLOATS
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.registry import available, load
 from contrastile.bench import report, sweep
+from contrastile.bench.peers import VARIANTS
 from contrastile.bench.sweep import SweepSettings
-from contrastile.bench.workloads import VARIANTS
 from contrastile.environment import torch_gpus
 from contrastile.reporting import (
     CannotRunError,

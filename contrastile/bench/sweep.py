@@ -25,8 +25,7 @@ from contrastile.backends.arrays import ITEMSIZE
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.replay import SETTING
 from contrastile.bench.agreement import CHECK_ROWS, Agreement, check
-from contrastile.bench.peers import PLAIN, Implementation, ours, plain
-from contrastile.bench.workloads import Workload
+from contrastile.bench.peers import PLAIN, Implementation, Workload, ours, plain
 from contrastile.environment import available_bytes, measurement_environment
 from contrastile.reporting import one_line
 from contrastile.verify.peak import peak_bytes

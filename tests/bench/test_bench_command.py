@@ -16,8 +16,8 @@ import pytest
 from contrastile import cli
 from contrastile.bench import command, sweep
 from contrastile.bench.agreement import FEW_ROWS, check
+from contrastile.bench.peers import Workload
 from contrastile.bench.sweep import Measurement, Sweep, SweepSettings
-from contrastile.bench.workloads import Workload
 
 TINY = ("--backend", "torch", "--batch", "32", "--width", "8", "--repeat", "1", "--no-memory")
 
