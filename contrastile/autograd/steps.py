@@ -25,15 +25,7 @@ from contrastile import compute
 from contrastile.autograd import functions, operators
 from contrastile.backends.arrays import library_of, transfer
 from contrastile.backends.objectives import STATISTICS
-from contrastile.backends.replay import (
-    Captured,
-    Pool,
-    Signatures,
-    Where,
-    can_capture,
-    may_be_captured,
-    record,
-)
+from contrastile.backends.replay import Captured, Pool, Signatures, Where, can_capture, may_be_captured, record
 from contrastile.backends.settings import FEATURES, VARIABLES
 from contrastile.backends.torch.products import product_rounding
 from contrastile.comm.calls import Label

@@ -18,14 +18,7 @@ from contrastile.comm import buffers
 from contrastile.schedules import local, scalars
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem
-from contrastile.schedules.sums import (
-    finalize_loss,
-    gathered,
-    mean,
-    placed,
-    scaled_weights,
-    summed,
-)
+from contrastile.schedules.sums import finalize_loss, gathered, mean, placed, scaled_weights, summed
 
 
 def _block(problem: Problem, arrays: ArrayLibrary, kept: Array | None = None) -> Block:

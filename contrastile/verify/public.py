@@ -310,6 +310,6 @@ OVER_RANKS = (
         )
         for name in FORMS
     ),
-    statistics.OVER_RANKS,
+    Property("statistics", statistics.over_ranks, RANKS_CASE),
 )
 """The same of ranks."""

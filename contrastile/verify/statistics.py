@@ -26,7 +26,7 @@ from contrastile.verify.draws import targeted
 from contrastile.verify.execution import putter
 from contrastile.verify.rearrange import folded, is_symmetric
 from contrastile.verify.shards import Cut, shares
-from contrastile.verify.trial import Property, SkipError, Subject, Trial
+from contrastile.verify.trial import SkipError, Subject, Trial
 from contrastile.verify.truth import Outcome, truth
 from contrastile.verify.worlds import judged
 
@@ -182,6 +182,3 @@ def _of_ranks(
         return compared(replace(cut.joined(parts, 1.0), loss=value, scale=scale))
 
     return judged(subject.ranks, judge)
-
-
-OVER_RANKS = Property("statistics", over_ranks, "front-door")
