@@ -129,9 +129,7 @@ class Capacity:
     """The answer.
 
     Attributes:
-        backend: the one that would compute the loss.
-        exchange: "local", or one of ``placement.SCHEDULES``.
-        reason: for the exchange.
+        exchange: "local", or one of ``placement.SCHEDULES``; and the reason.
         loss: what the loss takes beyond the embeddings, gradients included.
         ways: the step with all activations, in chunks, and in chunks with the embeddings on the host.
         estimates: of each exchange; empty for one GPU.

@@ -51,8 +51,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        kind: "backend", "auto", "package" or "gpu".
-        name: of the backend, package or device; of "auto", whose choice it is.
+        kind: "backend", "auto", whose choice it is, "package" or "gpu"; and its name.
         state: "ok"; "no device", installed without the GPU that it needs; "missing", not installed; "broken", does not
             load or run; "wrong", disagrees with the oracle.
         detail: version, error / bound and time, or what went wrong.

@@ -108,12 +108,7 @@ class Loss(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class PlannedBackward:
-    """Computes gradients from what a loss has saved: the state, then the arrays of its plan.
-
-    Attributes:
-        plan: of the gradients, without arrays.
-        wanted: which of them are asked for.
-    """
+    """Computes gradients, by their plan without arrays, from what a loss has saved: the state, then those arrays."""
 
     plan: Plan
     wanted: local.Wanted

@@ -39,7 +39,6 @@ class InProcessGroup(Generic[T]):
     """The ranks of one process.
 
     Attributes:
-        size: the number of ranks.
         late: messages arrive at the last moment allowed.
         deadline: of the communicators; nobody waits so long here, for a deadlock shows at once.
         hosts: which ranks are to share a host; None for all.

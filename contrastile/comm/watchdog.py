@@ -167,11 +167,7 @@ class Watchdog:
     blocked in the device's runtime it cannot raise, and aborting a message would let it go on with garbage: then the
     process ends, with the reason on stderr.
 
-    Attributes:
-        deadline: seconds.
-        depth: messages under way at most.
-        end: ends the process.
-        begin: called first in the thread that asks what has arrived.
+    ``begin`` is called first in the thread that asks what has arrived.
     """
 
     deadline: Callable[[], float]

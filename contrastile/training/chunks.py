@@ -38,11 +38,7 @@ Size = int | Budget
 class Sliced:
     """Slices of every tensor of a batch; they are views. May be iterated several times.
 
-    Attributes:
-        batch: what is cut.
-        samples: its first dimension.
-        size: samples of a chunk.
-        count: how many chunks there are. A batch without samples has one, without samples.
+    A batch without samples has one chunk, without samples.
     """
 
     def __init__(self, batch: Any, size: Size) -> None:

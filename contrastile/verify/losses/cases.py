@@ -51,13 +51,9 @@ class Batch:
     """A named batch of pairs.
 
     Attributes:
-        name: what ``--case`` calls it.
         about: the edge case or the defect that it catches, in one line.
-        rows: how many pairs it has, where the claims allow it.
-        width: how many features, where the claims allow it.
-        scale: that multiplies the dot products.
+        rows: how many pairs it has, of so many features, where the claims allow it.
         draw: makes unit pairs of a size.
-        norm: the features' norm.
         keyword: the argument that makes it a case: a name in ``KEYWORDS``, "labels" or "bias"; "" for none.
         make: gives the arguments that keyword.
         objectives: those that have it; none for all that have the keyword.

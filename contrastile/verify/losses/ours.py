@@ -36,7 +36,6 @@ class Interface:
     """One way to call a public loss.
 
     Attributes:
-        name: what a failure calls it.
         make: (public loss, settings) -> what is called.
         properties: beside the value and every gradient of every case.
         claims: that are not those of ``_claims``.
