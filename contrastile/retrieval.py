@@ -168,7 +168,8 @@ def mine_hard_negatives(
 ) -> Tensor:
     """The k nearest columns of each row that may be negatives: as sentence-transformers' ``mine_hard_negatives``.
 
-    Conditions are tested on all columns, so there is no ``range_max``, which could leave too few. NaN and -inf meet none.
+    Conditions are tested on all columns, so there is no ``range_max``, which could leave too few. No dot product that
+    is NaN or -inf meets them.
 
     Args:
         rows: see ``ranks``.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -31,7 +30,6 @@ from contrastile.comm.watchdog import AbortNotice, PeerTimeout, deadline_and_err
 _CLONES = hasattr(getattr(dist, "Store", None), "clone")
 
 _KNOWN: WeakKeyDictionary[Any, PointToPoint] = WeakKeyDictionary()
-_CONNECTED: Counter[str] = Counter()
 _CONNECTING: dict[str, threading.Lock] = {}
 """A lock for each group, by its name: groups share none, for their ranks may wait for each other."""
 
@@ -83,9 +81,7 @@ def _connect(group: Any, given: float | None) -> PointToPoint:
     if len(ranks) == 1:
         return PointToPoint(rank, 1, deadline_or(given), None)
     deadline, error = deadline_and_error(given)
-    _CONNECTED[group.group_name] += 1
-    name = f"contrastile/{group.group_name}/{_CONNECTED[group.group_name]}"
-    store = _store(name, rank, deadline)
+    store = _store(group.group_name, rank, deadline)
 
     # an engine that connects does not name the rank that is missing
     hosts = met(lambda text: _told(store, "here", text, rank, ranks, deadline), error)
@@ -126,16 +122,19 @@ def _absent(ranks: str, deadline: float) -> ExchangeError:
     )
 
 
-def _store(name: str, rank: int, deadline: float) -> Any:
-    """The default group's store, with names of its own and over a connection of its own.
+def _store(group: str, rank: int, deadline: float) -> Any:
+    """The default group's store, with names of this connection's own and over a connection of its own.
 
     A thread that waits in one connection holds up every other thread there, whatever group it connects.
     """
     c10d: Any = dist
-    store = c10d.distributed_c10d._get_default_store()
+    tcp = store = c10d.distributed_c10d._get_default_store()
     if _CLONES:
-        return _below(store.clone(), name)
-    tcp = store
+        store = store.clone()
+    # counted there, not here: a rank may have been in other worlds before, under other stores
+    name = f"contrastile/{group}/{store.add(f'contrastile/{group}/{rank}', 1)}"
+    if _CLONES:
+        return _below(store, name)
     while isinstance(tcp, c10d.PrefixStore):
         tcp = tcp.underlying_store
     if not isinstance(tcp, c10d.TCPStore):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from numbers import Real
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from contrastile.backends.crossing import dtype_name
 from contrastile.backends.staging import Staging
@@ -86,6 +89,8 @@ class Replay:
         if not self._reduction.fsdp:  # whose parameters come and go
             # from here on: a forward may clamp its scale
             self._kept += _versions(p for module in modules for p in module.parameters() if p.requires_grad)
+        self._steps = register_optimizer_step_post_hook(partial(_count_step, {id(x) for x, _ in self._kept}))
+        finalize(self, self._steps.remove)
         self._reduction.check_called()
 
     def _first(self, index: int, tower: _Tower) -> list[Tensor]:
@@ -207,7 +212,7 @@ class Replay:
         def send(terms: Sequence[Tensor]) -> bool:
             if not terms:
                 return False
-            surrogate = functools.reduce(torch.add, [term.to(terms[0].device) for term in terms])
+            surrogate = reduce(torch.add, [term.to(terms[0].device) for term in terms])
             surrogate = surrogate if upstream is None else upstream.to(surrogate.device) * surrogate
             before[:] = _versions(x for x, _ in self._kept)
             go_backward(surrogate)
@@ -243,6 +248,7 @@ class Replay:
         finally:
             after.restore()
             self._reduction.reshard()
+            self._steps.remove()
         _check_repeated(self._differences)
         if not ran:
             raise RuntimeError("something must require a gradient, got none from encode or loss; unfreeze a parameter")
@@ -396,6 +402,13 @@ def _outputs(found: Any) -> list[Tensor]:
 def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
     """Tensors, and how often each has been changed in place; those of inference mode do not count it."""
     return [(x, x._version) for x in tensors if not x.is_inference()]
+
+
+def _count_step(kept: set[int], optimizer: Optimizer, *_: Any) -> None:
+    """Count an optimizer's step as a change in place of those that it moves: a fused one does not."""
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if id(p) in kept and p.grad is not None:
+            torch.autograd.graph.increment_version(p)
 
 
 def _check_unchanged(kept: Iterable[tuple[Tensor, int]]) -> None:

@@ -92,7 +92,7 @@ class Reduction:
         self._between = False
         self._called: dict[nn.Module, set[int]] = {}
         alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-        if sync is not None and not self and not alone:
+        if sync is not None and not self and not alone and torch.is_grad_enabled():
             where = "encode" if self._auto else "the modules that it names"
             raise ValueError(
                 f"sync must find the DDP or FSDP2 modules whose gradients are reduced, got none in {where} on one of "
@@ -201,7 +201,7 @@ class Reduction:
             ValueError: no encoder called it.
         """
         for module in (*self.ddp, *self.engines):
-            if module not in self._called:
+            if module not in self._called and torch.is_grad_enabled():
                 what = "DDP module" if module in self.ddp else "DeepSpeed engine"
                 raise ValueError(
                     f"encode must call the {what} itself, got a call around its forward ({_name(module)}), after "
@@ -296,6 +296,11 @@ def refuse(module: nn.Module) -> None:
         raise ValueError(
             f"DDP must have static_graph=False, got True ({_name(module)}), which counts the chunks' backward passes "
             "that reduce nothing; drop it"
+        )
+    if getattr(getattr(module, "_join_config", None), "enable", False):
+        raise ValueError(
+            f"DDP must be outside of Join, got one inside ({_name(module)}), where each chunk is a message of its own; "
+            "give all ranks equally many batches, whose sizes may differ"
         )
     if _is_a(module, "InferenceEngine") or _is_a(module, "PipelineEngine"):
         raise ValueError(

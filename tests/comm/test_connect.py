@@ -30,6 +30,17 @@ def test_a_rank_that_comes_after_the_others_gave_up_says_so(monkeypatch: pytest.
         dist.destroy_process_group()
 
 
+def test_connections_are_counted_by_the_store_whatever_a_process_did_before() -> None:
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
+
+    # a process of the worlds before, and one that is new here, meet under one name
+    for _ in range(2):
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+        torch_group._store("group", 0, 1.0).set("key", "value")
+        assert dist.distributed_c10d._get_default_store().check(["contrastile/group/1/key"])
+        dist.destroy_process_group()
+
+
 def test_an_mpi_communicator_that_is_none_is_refused() -> None:
     from mpi4py import MPI
 
