@@ -132,7 +132,7 @@ def _store(group: str, rank: int, deadline: float) -> Any:
     if _CLONES:
         store = store.clone()
     # counted there, not here: a rank may have been in other worlds before, under other stores
-    name = f"contrastile/{group}/{store.add(f'contrastile/{group}/{rank}', 1)}"
+    name = f"contrastile/{group}/{store.add(f'contrastile/connections/{group}/{rank}', 1)}"
     if _CLONES:
         return _below(store, name)
     while isinstance(tcp, c10d.PrefixStore):
