@@ -84,7 +84,8 @@ class _ForwardPass(BlockPass):
 
     def _sweep(self, safe: bool) -> None:
         masks = self.masks
-        config = self.config({"drop": "masked", "target": "matched", None: "lse"}[masks.pairs.of_ids])
+        matched = "matched" if masks.pairs.excluded is None else "matched, excluding"
+        config = self.config({"drop": "masked", "target": matched, None: "lse"}[masks.pairs.of_ids])
         quantities = forward.quantities(safe, self.masks.ids_only)
         height, width = forward_chunk(self.m, self.n, config.shape, self.options, quantities)
         row_tiles, column_tiles = ceil_div(height, config.bm), ceil_div(width, config.bn)
