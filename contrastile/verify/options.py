@@ -85,7 +85,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "deadline": {
         "type": float,
         "metavar": "SECONDS",
-        "help": "time limit of one check (default: 120, on a GPU 600)",
+        "help": "time limit of one check (default: 300, on a GPU 600)",
     },
     "seed": {"type": int, "default": 0, "metavar": "S", "help": "seed of everything random (default: 0)"},
 }

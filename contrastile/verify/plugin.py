@@ -29,7 +29,7 @@ from contrastile.verify.runner import Check, Failure, Row
 RESULT = "contrastile"
 """The name under which a report holds its row."""
 
-DEADLINE = {"cpu": 120.0, "cuda": 600.0}
+DEADLINE = {"cpu": 300.0, "cuda": 600.0}
 """Seconds that one check may take, by device: on a GPU it may compile kernels first."""
 
 
