@@ -114,6 +114,7 @@ def info_nce(
     threshold: float | None = None,
     threshold_is: str = "absolute",
     guide: Any = None,
+    args: Sequence[str] = ("query", "key", "row_ids", "column_ids"),
     world: Handshake = ALONE,
 ) -> LossProblem:
     """One direction: u = 1 / m, no column weights; the key and each block of negatives share one log-sum-exp.
@@ -123,12 +124,13 @@ def info_nce(
     """
     check = world.known or validation
     limit = threshold_of(threshold, threshold_is, guide)
-    form, agreed = form_of(row_ids, ids_are, sum_positives, label_smoothing, margin, limit, positives, weights)
+    form, agreed = form_of(row_ids, ids_are, sum_positives, label_smoothing, margin, limit, positives, weights, args[2])
     of_ids = ids_are == "positives"
     has: dict[str, Any] = {"ids": row_ids is not None, "positives": of_ids or positives is not None}
     has |= {"smoothing": label_smoothing, "guide": guide is not None}
+    pair = {args[0]: query, args[1]: key}
     named, deep = negatives_of(negatives, negative_counts, share_negatives, in_batch, **has)
-    arrays, (rows, *columns) = check.features(world.alone, may_be_empty=named, query=query, key=key, **named)
+    arrays, (rows, *columns) = check.features(world.alone, may_be_empty=named, **pair, **named)
     m = rows.shape[0]
     counts: Any = None if deep is None and in_batch else counts_of(check, arrays, rows, deep, negative_counts)
     own = columns.pop() if not share_negatives else None if in_batch else arrays.detached(rows[:0])
@@ -137,7 +139,7 @@ def info_nce(
     factor = check.scalar("scale", scale, arrays, state, rows)
     if negative_counts is not None and not validation.values_are_readable(arrays, counts):
         factor = _nan_if(arrays, ((counts < 0) | (counts > (deep[1][1] if deep else 0))).any(), factor)
-    rows_of, of_columns = ids_of_both(check, arrays, rows, "query", (row_ids, m), (column_ids, n))
+    rows_of, of_columns = ids_of_both(check, arrays, rows, "query", (args[2], row_ids, m), (args[3], column_ids, n))
     if share_negatives and deep is not None:
         rows_of, of_columns = without_padding(arrays, columns, 1 + [*named].index(deep[0]), counts)
     if positives is None and not of_ids:
@@ -251,9 +253,9 @@ def sup_con(
     if keys is not None or key_labels is not None:
         if keys is None or key_labels is None:
             raise ValueError("keys and key_labels must be given together, got only one; give both, or neither")
-        named: Any = {"row_ids": labels, "column_ids": key_labels, "ids_are": "positives"}
-        named |= {"sum_positives": sum_positives, "weights": weights, "margin": margin}
-        found = info_nce(features, keys, scale, **named, world=world)
+        more: Any = {"row_ids": labels, "column_ids": key_labels, "ids_are": "positives", "weights": weights}
+        more |= {"sum_positives": sum_positives, "margin": margin, "args": ("features", "keys", "labels", "key_labels")}
+        found = info_nce(features, keys, scale, **more, world=world)
         return replace(found, pull_back=lambda g: (found.pull_back(g)[0], g.scale))
     check = world.known or validation
     form, agreed = form_of(labels, "positives", sum_positives, margin=margin, weights=weights)
@@ -373,7 +375,8 @@ def statistics(
     arrays, (rows, *blocks) = check.features(world.alone, may_be_empty=set(named) - {"columns"}, rows=rows, **named)
     m, n, state = rows.shape[0], sum(x.shape[0] for x in blocks), state_dtype(arrays.dtype(rows))
     factor = check.scalar("scale", scale, arrays, state, rows)
-    ids = ids_of_both(check, arrays, rows, "row", (row_ids, m), (row_ids, m) if itself else (column_ids, n))
+    of_columns = ("row_ids", row_ids, m) if itself else ("column_ids", column_ids, n)
+    ids = ids_of_both(check, arrays, rows, "row", ("row_ids", row_ids, m), of_columns)
     limits = [
         None if x is None else arrays.cast(check.floats(name, x, size, of, arrays, rows), state)
         for name, x, size, of in (("row_limits", row_limits, m, "row"), ("column_limits", column_limits, n, "column"))
@@ -435,15 +438,14 @@ def _width(guide: Guide) -> int | None:
     return None if guide[0] is None else int(guide[0].shape[1])
 
 
-def ids_of_both(check: Any, arrays: ArrayLibrary, rows: Array, of: str, *given: tuple[Array | None, int]) -> list[Any]:
-    """The ids of the rows and of the columns, each given with its length; None twice where there are none."""
-    (row_ids, _), (column_ids, _) = given
+def ids_of_both(check: Any, arrays: ArrayLibrary, rows: Array, of: str, *given: tuple[str, Any, int]) -> list[Any]:
+    """The ids of the rows and of the columns, each given with its name and length; None twice where there are none."""
+    (_, row_ids, _), (_, column_ids, _) = given
     if (row_ids is None) != (column_ids is None):
         raise ValueError("row_ids and column_ids must be given together, got only one; give both, or neither")
-    names = ("row_ids", of), ("column_ids", "column")
     return [
         None if x is None else check.integers(name, x, size, what, arrays, rows)
-        for (name, what), (x, size) in zip(names, given, strict=True)
+        for (name, x, size), what in zip(given, (of, "column"), strict=True)
     ]
 
 

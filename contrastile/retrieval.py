@@ -280,7 +280,8 @@ class _Search:
         if self._paired and positives is None and n < m:
             raise ValueError(f"columns must be at least as many as rows, got {n} for {m}; give positives=")
         here = [x.to(rows.device) if isinstance(x, Tensor) else x for x in ids]
-        self._row_ids, of_columns = ids_of_both(validation, arrays, rows, "row", (here[0], m), (here[1], n))
+        of_both = ("row_ids", here[0], m), ("column_ids", here[1], n)
+        self._row_ids, of_columns = ids_of_both(validation, arrays, rows, "row", *of_both)
         where = positives.to(rows.device) if isinstance(positives, Tensor) else positives
         where = None if where is None else validation.integers("positives", where, m, "row", arrays, rows)
         met = world.meet(arrays, rows, (columns,), loss="a search", column_ids=of_columns is not None)
