@@ -65,7 +65,7 @@ class Call:
                 if x.is_nested or x.is_neg():
                     return False
                 self.tensors.append(x)
-                kinds.append((x.dtype, x.layout, x.shape, x.device, self.grad and x.requires_grad))
+                kinds.append((x.dtype, x.layout, x.shape, x.device, x.requires_grad))
             elif kind in _NUMBERS:
                 kinds.append((kind, x) if options else kind)
                 self.numbers.append(x)
