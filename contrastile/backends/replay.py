@@ -56,8 +56,15 @@ def is_plain() -> bool:
 
 
 def may_be_captured() -> bool:
-    """``is_plain``, and graphs are not turned off."""
-    return os.environ.get(SETTING, "1") != "0" and is_plain()
+    """``is_plain``, and graphs are not turned off.
+
+    Raises:
+        ValueError: the environment says neither 0 nor 1.
+    """
+    given = os.environ.get(SETTING, "1")
+    if given not in ("0", "1"):
+        raise ValueError(f"{SETTING} must be 0 or 1, got {given!r}; set {SETTING}=0, or leave it unset for graphs")
+    return given == "1" and is_plain()
 
 
 def can_capture(x: Any) -> bool:
