@@ -103,7 +103,7 @@ def features(
 
 
 def _dense(name: str, x: Array, what: str, arrays: ArrayLibrary) -> None:
-    """Raise TypeError for a nested, quantized, sparse, masked or distributed array."""
+    """Raise TypeError for a nested, quantized, sparse, masked or distributed array, or np.matrix."""
     kind = ""
     if arrays.name == "torch":
         if hasattr(x, "device_mesh"):
@@ -120,6 +120,8 @@ def _dense(name: str, x: Array, what: str, arrays: ArrayLibrary) -> None:
             raise TypeError(f"{name} must be a dense {what}, got {kind}; convert it, e.g. by {way}()")
     elif hasattr(x, "mask") and hasattr(x, "filled"):
         raise TypeError(f"{name} must be a {what} without a mask, got {type(x).__name__}; leave masked samples out")
+    elif hasattr(x, "getA1"):
+        raise TypeError(f"{name} must be a plain array, got np.matrix, whose * is another; convert it by np.asarray()")
 
 
 def _resolved(arrays: ArrayLibrary, x: Array) -> Array:
