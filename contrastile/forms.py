@@ -155,6 +155,7 @@ def negatives_of(
     more = () if negatives is None else tuple(negatives) if isinstance(negatives, Sequence) else (negatives,)
     named = {f"negatives[{i}]": x for i, x in enumerate(more)}
     shapes = {name: tuple(x.shape) for name, x in named.items() if len(getattr(x, "shape", ())) == 3}
+    share, in_batch = validation.flag("share_negatives", share), validation.flag("in_batch", in_batch)
     apart = not share or counts is not None
     if not in_batch and (has["positives"] or not named):
         raise ValueError(

@@ -158,7 +158,7 @@ def info_nce(
     has = {"positives": where is not None, "row_ids": rows_of is not None, "guide": _width(of_guide)}
     if own is not None:
         wants = tuple(bool(getattr(x, "requires_grad", False)) for x in (*columns[: not in_batch], own))
-        has |= {"share_negatives": share_negatives, "in_batch": in_batch, "gradients of own columns": wants}
+        has |= {"share_negatives": bool(share_negatives), "in_batch": bool(in_batch), "gradients of own columns": wants}
     met = world.meet(arrays, rows, columns[not in_batch :], (scale, factor), loss="info_nce", **has, **agreed)
     u, weight, target, same = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
     plain = own is where is rows_of is None and not agreed and len(columns) == 1
@@ -302,7 +302,7 @@ def sigmoid(
 ) -> LossProblem:
     """The additive loss over all pairs, divided by b: u = 1 / b; the positive of row i is column i."""
     check = world.known or validation
-    if mean_positives and ids_are != "positives":
+    if validation.flag("mean_positives", mean_positives) and ids_are != "positives":
         raise ValueError("mean_positives must be False for one positive each, got True; give ids_are='positives'")
     form, agreed = form_of(ids, ids_are, weights=weights, name="ids")
     arrays, (rows, columns) = check.features(world.alone, image=image, text=text)

@@ -349,6 +349,13 @@ def option(name: str, x: Any, least: float, most: float, default: str = "0") -> 
     return float(x)
 
 
+def flag(name: str, x: Any) -> bool:
+    """An option that is True or False; raise TypeError if it is neither."""
+    if x not in (True, False):
+        raise TypeError(f"{name} must be True or False, got {x!r}; leave it out for the default")
+    return bool(x)
+
+
 def match(ids_are: Any) -> Match:
     """What equal ids mean to a backend.
 
