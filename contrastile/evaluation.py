@@ -13,7 +13,7 @@ from contrastile.backends.choice import choose, settled
 from contrastile.backends.contract import Array, Options
 from contrastile.backends.eager import outside_of_graphs
 from contrastile.backends.registry import checked
-from contrastile.plan import Given, Plan, Settings, complete
+from contrastile.plan import DEFAULTS, Given, Plan, Settings, complete
 from contrastile.schedules import local
 from contrastile.schedules.handshake import Handshake
 
@@ -58,7 +58,7 @@ def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan,
         TypeError, ValueError: an argument is wrong; in a group, on every rank.
         BackendUnavailableError: the group is torch.distributed's, and there is no torch.
     """
-    given = complete(settings)
+    given: dict[str, Any] = {**DEFAULTS, **settings}
     group, agreed = given["group"], {}
     if group is not None:
         # what must be the same on every rank, as text: the ranks compare it before they check anything
@@ -87,6 +87,7 @@ def _checked(given: dict[str, Any]) -> tuple[str, Options, Any]:
     Raises:
         TypeError, ValueError: one of them is wrong.
     """
+    complete(given)
     blocks = validation.blocks(given["device"], given["block"], given["group"])
     backend = checked(given["backend"])
     return backend, validation.options(given["tile"], given["precision"], given["workspace"], given["keep"]), blocks
