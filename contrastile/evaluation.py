@@ -66,7 +66,7 @@ def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan,
     here = Handshake.of(group, given["exchange"], given["parameter_reduction"], **agreed)
 
     def checked_and_built(world: Handshake) -> tuple[tuple[str, Options, Any], problems.LossProblem]:
-        return _checked(given), build(*args, **kwargs, world=world)
+        return settings_checked(given), build(*args, **kwargs, world=world)
 
     # together, so that what either raises on one rank is raised on all
     (backend, options, blocks), loss = here.build(checked_and_built)
@@ -81,7 +81,7 @@ def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan,
     return Plan(problem, backend, settled(options, backend, dtype), library), loss
 
 
-def _checked(given: dict[str, Any]) -> tuple[str, Options, Any]:
+def settings_checked(given: dict[str, Any]) -> tuple[str, Options, Any]:
     """The backend's name, which may be "auto", the options, and what ``validation.blocks`` makes of device and block.
 
     Raises:
@@ -118,7 +118,7 @@ def value_and_grad(
         )
     given = complete(settings)
     if given["group"] is None:
-        _checked(given)
+        settings_checked(given)
     # the same in every call: a signature has it
     build = _BUILDERS[name]
 

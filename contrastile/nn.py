@@ -11,7 +11,8 @@ from typing import Any, ClassVar, SupportsIndex, Unpack
 from contrastile import validation
 from contrastile.backends.eager import outside_of_graphs
 from contrastile.backends.registry import require
-from contrastile.evaluation import computed, detached, evaluate, make
+from contrastile.evaluation import computed, detached, evaluate, make, settings_checked
+from contrastile.forms import form_of, threshold_of
 from contrastile.losses import clip_loss, sigmoid_loss
 from contrastile.plan import DEFAULTS, Settings, complete
 from contrastile.problems import BUILDERS, LossProblem
@@ -54,6 +55,9 @@ class _Loss(torch.nn.Module):
         self.settings = complete(settings)
         if self.group is None and world_size > 1:
             self.settings["group"] = "world"
+        # in a group a call checks them, on every rank
+        if self.group is None:
+            settings_checked(self.settings)
 
     @property
     def group(self) -> Any:
@@ -148,6 +152,7 @@ class ClipLoss(_Loss):
     Raises:
         ValueError: ``use_horovod``, or a rank outside of the world.
         TypeError: the rank or the world size is no integer.
+        ValueError, TypeError: a setting or an option is wrong; with a group, the first call raises.
     """
 
     def __init__(
@@ -174,6 +179,9 @@ class ClipLoss(_Loss):
         options = {"ids_are": ids_are, "sum_positives": sum_positives, "label_smoothing": label_smoothing}
         more = {"margin": margin, "threshold": threshold, "threshold_is": threshold_is}
         super().__init__(rank, world_size, {**options, **more}, **settings)
+        if self.group is None:
+            ids, limit = None if ids_are == "false_negatives" else ids_are, threshold_of(threshold, threshold_is)
+            form_of(ids, ids_are, sum_positives, label_smoothing, margin, limit, name="ids")
 
     def get_logits(
         self,
