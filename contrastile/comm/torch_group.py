@@ -81,10 +81,15 @@ def _connect(group: Any, given: float | None) -> PointToPoint:
     if len(ranks) == 1:
         return PointToPoint(rank, 1, deadline_or(given), None)
     deadline, error = deadline_and_error(given)
-    store = _store(group.group_name, rank, deadline)
-
-    # an engine that connects does not name the rank that is missing
-    hosts = met(lambda text: _told(store, "here", text, rank, ranks, deadline), error)
+    try:
+        store = _store(group.group_name, rank, deadline)
+        # an engine that connects does not name the rank that is missing
+        hosts = met(lambda text: _told(store, "here", text, rank, ranks, deadline), error)
+    except dist.DistNetworkError as reason:
+        raise ExchangeError(
+            "the store of torch.distributed cannot be reached, got no answer: its process, which may be rank 0's, has "
+            "ended; look into that rank's log"
+        ) from reason
     seconds = timedelta(seconds=watchdog.patience(deadline))
     try:
         engine: Any = dist.ProcessGroupGloo(_below(store, "gloo"), rank, len(ranks), seconds)
@@ -111,9 +116,10 @@ def _told(store: Any, key: str, text: str, rank: int, ranks: Sequence[int], dead
     store.set(keys[rank], text)
     with suppress(RuntimeError):
         store.wait(keys, timedelta(seconds=watchdog.patience(deadline)))
-        return [store.get(each).decode() for each in keys]
-    absent = ", ".join(str(ranks[r]) for r, each in enumerate(keys) if not store.check([each]))
-    raise _absent(absent, deadline)
+    # a slow store may answer after the last of them has come
+    if absent := ", ".join(str(ranks[r]) for r, each in enumerate(keys) if not store.check([each])):
+        raise _absent(absent, deadline)
+    return [store.get(each).decode() for each in keys]
 
 
 def _absent(ranks: str, deadline: float) -> ExchangeError:
@@ -130,7 +136,14 @@ def _store(group: str, rank: int, deadline: float) -> Any:
     c10d: Any = dist
     tcp = store = c10d.distributed_c10d._get_default_store()
     if _CLONES:
-        store = store.clone()
+        # it would be waited for long after the deadline if its server has gone
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(store.clone()), daemon=True)
+        thread.start()
+        thread.join(watchdog.patience(deadline))
+        if not found:
+            raise dist.DistNetworkError(f"no connection within {deadline:g} s")
+        (store,) = found
     # counted there, not here: a rank may have been in other worlds before, under other stores
     name = f"contrastile/{group}/{store.add(f'contrastile/connections/{group}/{rank}', 1)}"
     if _CLONES:

@@ -30,6 +30,19 @@ def test_a_rank_that_comes_after_the_others_gave_up_says_so(monkeypatch: pytest.
         dist.destroy_process_group()
 
 
+def test_a_store_that_has_gone_is_an_error_within_the_deadline() -> None:
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
+
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("fake", store=dist.TCPStore("127.0.0.1", server.port), rank=1, world_size=2)
+    del server
+    try:
+        with pytest.raises(ExchangeError, match=r"the store of torch.distributed cannot be reached"):
+            connect("world", deadline=1)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_connections_are_counted_by_the_store_whatever_a_process_did_before() -> None:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
 
