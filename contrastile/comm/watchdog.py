@@ -126,6 +126,10 @@ def describe(
         return calls.named([global_ranks[r] for r in ranks])
 
     if not blamed:
+        if len({notice.place for notice in notices.values()}) == 1:
+            place, late = notices[timeout.ranks[0]].place, "one came after another's deadline"
+            advice = f"({deadline:g} s); look into their logs, or raise CONTRASTILE_DEADLINE"
+            return f"{named(sorted(notices))} have all come to {place}, but {late} {advice}"
         places = calls.whereabouts({global_ranks[r]: notices[r].place for r in sorted(notices)})
         return f"{named(sorted(notices))} wait for each other ({timeout.how}): {places}"
     seen = timeout.how
