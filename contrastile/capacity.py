@@ -202,9 +202,9 @@ def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...
     # rows of this rank against the columns of all, of one host after the other, or of one rank
     each = setup.ranks.per_host
     n = {"gather": b * g, "two-level": b * each}.get(exchange, b)
-    taken = _footprint(setup, backend, b, n)
-    numbers = Item("log-sum-exps", _NUMBERS * (b + n), "and weights and targets")
     most, around, options = 0, exchange in ("ring", "two-level"), Options(precision=backend.auto_precision)
+    taken = _footprint(setup, backend, b, n, keep=0 if around else None)
+    numbers = Item("log-sum-exps", _NUMBERS * (b + n), "and weights and targets")
     if backend.keeps is not None and not around:
         most = backend.keeps(b, n, dtype, setup.device, options)
     kept = [Item("kept exponentials", most, "see keep=")] if most else []
@@ -246,10 +246,10 @@ def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...
     return tuple(peak)
 
 
-def _footprint(setup: Setup, backend: Backend, m: int, n: int) -> Footprint:
+def _footprint(setup: Setup, backend: Backend, m: int, n: int, keep: int | None = None) -> Footprint:
     if backend.footprint is None:
         raise CannotRunError(f"the {backend.name} backend does not say what memory it takes; name another one")
-    options = Options(precision=backend.auto_precision)
+    options = Options(precision=backend.auto_precision, keep=keep)
     return backend.footprint(m, n, setup.dim, setup.dtype, setup.device, options)
 
 
