@@ -159,8 +159,8 @@ def negatives_of(
     apart = not share or counts is not None
     if not in_batch and (has["positives"] or not named):
         raise ValueError(
-            "in_batch must be True with positives=, with ids_are='positives' and without negatives, got False: it is "
-            "for queries whose own key is the positive; leave one out"
+            "in_batch must be True with positives=, with ids_are='positives' and without negatives, got False: a query "
+            "then has its own key and the negatives alone; give negatives=, and leave the other two out"
         )
     if (apart or not in_batch) and has["smoothing"]:
         raise ValueError(
@@ -179,7 +179,7 @@ def negatives_of(
     if apart and len(shapes) != 1:
         raise ValueError(
             "negatives must hold one array of shape (queries, k, width) with share_negatives=False or "
-            f"negative_counts=, got {len(shapes)}; reshape or join them"
+            f"negative_counts=, got shapes {[tuple(getattr(x, 'shape', ())) for x in more]}; reshape or join them"
         )
     found = {name: x.reshape((-1, x.shape[2])) if name in shapes else x for name, x in named.items()}
     if not apart:

@@ -86,7 +86,7 @@ def complete(settings: Given) -> dict[str, Any]:
             raise TypeError("a loss must be given its scale, got a temperature; pass scale = 1 / temperature")
         raise TypeError(
             f"keyword arguments must be the call's own or one of {', '.join(DEFAULTS)}, got {unknown!r}; "
-            "check its spelling"
+            "check its spelling, or help() of the call"
         )
     return found
 

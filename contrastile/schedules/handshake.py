@@ -328,4 +328,4 @@ def _check_settings(exchange: Any, reduction: Any) -> None:
         ("parameter_reduction", reduction, ("mean", "sum")),
     ):
         if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}; see contrastile.clip_loss")
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}; see contrastile.plan.Settings")

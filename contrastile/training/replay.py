@@ -427,7 +427,7 @@ def _towers(encode: Encode, inputs: Any, chunk: Chunk, split: Splitter | None) -
     if not callable(encode) and len(encode) != len(given):
         raise ValueError(
             f"encode must have one callable per input, got {len(encode)} for {len(given)} inputs; name a shared one "
-            "twice, and give a tuple of inputs"
+            "twice, give a tuple of inputs, and a scale as scale="
         )
     if not given:
         raise ValueError("inputs must be one per tower, got none; give the batch")
