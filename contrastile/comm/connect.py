@@ -43,7 +43,7 @@ def connect(group: Any, *, deadline: float | None = None) -> Communicator:
     if isinstance(group, str) or not hasattr(group, "shift"):
         raise TypeError(
             "group must be a torch.distributed group or mesh, 'world', an mpi4py communicator or a contrastile "
-            f"Communicator, got {group!r}; pass e.g. group='world'"
+            f"Communicator, got {group!r}; pass e.g. group='world', or a group that this rank is in"
         )
     if deadline is not None:
         raise ValueError(f"deadline must be None for a Communicator, got {deadline!r}; it has its own")
