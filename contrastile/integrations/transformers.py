@@ -27,6 +27,9 @@ class ImageTextFeatures(nn.Module):
             ``logit_bias`` a sigmoid loss's model. A ``ClapModel`` has two scales, of audio and of text.
     """
 
+    accepts_loss_kwargs = False
+    """A ``Trainer`` reads it: the loss is a mean, also of batches with labels, so it divides by the accumulated steps."""
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model: Any = model

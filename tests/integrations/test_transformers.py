@@ -80,6 +80,8 @@ def test_the_trainer_recipe_keeps_the_best_model(tmp_path: Path) -> None:
     arguments = TrainingArguments(str(tmp_path), activation_checkpointing=True, learning_rate=1e-3, **settings)
     trainer = kind(model, arguments, default_data_collator, rows, rows)
     trainer.train()
+    # it would add up, not average, the losses of accumulated batches with labels
+    assert not trainer.model_accepts_loss_kwargs
     assert model.is_activation_checkpointing
     assert model.config.projection_dim == D
 
