@@ -28,7 +28,7 @@ class ImageTextFeatures(nn.Module):
     """
 
     accepts_loss_kwargs = False
-    """A ``Trainer`` reads it: the loss is a mean, also of batches with labels, so it divides by the accumulated steps."""
+    """Read by a ``Trainer``: it divides the loss, a mean, by the accumulated steps, with labels too."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
