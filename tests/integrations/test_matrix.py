@@ -48,8 +48,11 @@ def record(path: Path) -> dict[str, Any]:
 def test_a_step_has_the_gradients_of_the_whole_batch(library: str, ranks: int, request: pytest.FixtureRequest) -> None:
     if not installed(library):
         pytest.skip(f"{NEEDS[library]} is not installed")
-    if ranks == 1 and library != "Lightning" and request.config.getoption("--record") is None:
-        pytest.skip("two ranks take the same recipe")
+    if request.config.getoption("--record") is None:
+        if ranks == 1 and library != "Lightning":
+            pytest.skip("two ranks take the same recipe")
+        if library == "transformers, SigLIP":
+            pytest.skip("CLIP's recipe with another loss")
     # or the stand-ins of open_clip's imports would say that there is a GPU
     ended = launch("torch", PROGRAM, library, ranks=ranks, seconds=1200, TRITON_INTERPRET="0")
     assert ended.code == 0, ended.output
