@@ -136,11 +136,8 @@ def _store(group: str, rank: int, deadline: float) -> Any:
     c10d: Any = dist
     tcp = store = c10d.distributed_c10d._get_default_store()
     if _CLONES:
-        # it would be waited for long after the deadline if its server has gone
         found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(store.clone()), daemon=True)
-        thread.start()
-        thread.join(watchdog.patience(deadline))
+        _ask(lambda: found.append(store.clone()), watchdog.patience(deadline))
         if not found:
             raise dist.DistNetworkError(f"no connection within {deadline:g} s")
         (store,) = found
@@ -159,6 +156,19 @@ def _store(group: str, rank: int, deadline: float) -> Any:
         raise _absent("0 of the group", deadline)
     own = c10d.TCPStore(tcp.host, tcp.port, is_master=False, wait_for_workers=False)
     return _below(own, store.get(name).decode())
+
+
+def _ask(request: Callable[[], None], seconds: float) -> None:
+    """Run a request to a store, for so long at most: its server may be gone with its rank, and no request ends then."""
+
+    def ask() -> None:
+        # without the store there are no answers
+        with suppress(RuntimeError):
+            request()
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _below(store: Any, name: str) -> Any:
@@ -201,20 +211,16 @@ class GlooChannel:
         heard: dict[int, AbortNotice] = {}
         end = time.monotonic() + seconds
 
-        def ask() -> None:
-            # without the store there are no answers; the rank that was waited for is named all the same
-            with suppress(RuntimeError):
-                self.store.set(f"gone/{self.rank}", notice.encode())
-                while len(heard) < self.size - 1 and time.monotonic() < end:
-                    for other in range(self.size):
-                        if other != self.rank and other not in heard and self.store.check([f"gone/{other}"]):
-                            heard[other] = AbortNotice.decode(self.store.get(f"gone/{other}").decode())
-                    time.sleep(0.01)
+        def exchange() -> None:
+            self.store.set(f"gone/{self.rank}", notice.encode())
+            while len(heard) < self.size - 1 and time.monotonic() < end:
+                for other in range(self.size):
+                    if other != self.rank and other not in heard and self.store.check([f"gone/{other}"]):
+                        heard[other] = AbortNotice.decode(self.store.get(f"gone/{other}").decode())
+                time.sleep(0.01)
 
-        # the store's server may be gone with its rank: a request would then outlast the deadline
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(seconds)
+        # where there are no answers the rank that was waited for is named all the same
+        _ask(exchange, seconds)
         return dict(heard)
 
     def close(self) -> None:
