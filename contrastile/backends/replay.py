@@ -13,21 +13,19 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from contrastile.backends.settings import are_graphs_on
+
 Tensors = Sequence[Any]
 """Tensors on one GPU; None stays None."""
 
 Where = tuple[Any, ...]
 """A device, a stream and, over ranks, their communicator."""
-
-SETTING = "CONTRASTILE_GRAPHS"
-"""The environment variable that turns graphs off: 0."""
 
 MOST = 8
 """Signatures held; the least recently used is evicted first."""
@@ -56,15 +54,8 @@ def is_plain() -> bool:
 
 
 def may_be_captured() -> bool:
-    """``is_plain``, and graphs are not turned off.
-
-    Raises:
-        ValueError: the environment says neither 0 nor 1.
-    """
-    given = os.environ.get(SETTING, "1")
-    if given not in ("0", "1"):
-        raise ValueError(f"{SETTING} must be 0 or 1, got {given!r}; set {SETTING}=0, or leave it unset for graphs")
-    return given == "1" and is_plain()
+    """``is_plain``, and graphs are not turned off."""
+    return are_graphs_on() and is_plain()
 
 
 def can_capture(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Sizes in MiB: an option of the call, else an environment variable, else the package's default."""
+"""What a call's options say, else environment variables, else the package's defaults: sizes in MiB, and graphs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from contrastile.backends.contract import Options
 
 WORKSPACE, KEEP = "CONTRASTILE_WORKSPACE_MIB", "CONTRASTILE_KEEP_MIB"
-CUPY_KERNELS = "CONTRASTILE_CUPY_KERNELS"
+CUPY_KERNELS, GRAPHS = "CONTRASTILE_CUPY_KERNELS", "CONTRASTILE_GRAPHS"
 VARIABLES = WORKSPACE, KEEP, CUPY_KERNELS
 """The environment variables that a backend reads in each call."""
 
@@ -47,9 +47,22 @@ def is_keep_given(options: Options) -> bool:
 
 
 def check() -> None:
-    """Raise ValueError for a variable of the environment that no call could use: see ``mebibytes``."""
+    """Raise ValueError for a variable of the environment that no call could use: see what reads each."""
     for variable in (WORKSPACE, KEEP):
         mebibytes(variable, 0)
+    are_graphs_on()
+
+
+def are_graphs_on() -> bool:
+    """Whether small calls may be replayed from CUDA graphs.
+
+    Raises:
+        ValueError: the environment says neither 0 nor 1.
+    """
+    given = os.environ.get(GRAPHS, "1")
+    if given not in ("0", "1"):
+        raise ValueError(f"{GRAPHS} must be 0 or 1, got {given!r}; set {GRAPHS}=0, or leave it unset for graphs")
+    return given == "1"
 
 
 def mebibytes(variable: str, default: int) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 
 from contrastile.backends.arrays import ITEMSIZE
 from contrastile.backends.contract import BackendUnavailableError
-from contrastile.backends.replay import SETTING
+from contrastile.backends.settings import GRAPHS
 from contrastile.bench.agreement import CHECK_ROWS, Agreement, check
 from contrastile.bench.peers import PLAIN, Implementation, Workload, ours, plain
 from contrastile.environment import available_bytes, measurement_environment
@@ -295,7 +295,7 @@ def peak_extra(call: Callable[[], Any], library: str, device: str) -> int:
     Small losses are launched for it: what a replayed CUDA graph uses was allocated when it was captured.
     """
     gc.collect()
-    with mock.patch.dict(os.environ, {SETTING: "0"}):
+    with mock.patch.dict(os.environ, {GRAPHS: "0"}):
         return int(peak_bytes(library, device, call))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from contrastile.backends.contract import Accuracy
 from contrastile.backends.registry import load
-from contrastile.backends.replay import SETTING
+from contrastile.backends.settings import GRAPHS
 from contrastile.bench import agreement, peers, plain, sweep
 
 
@@ -97,8 +97,8 @@ def test_numpy_buffers_are_counted_and_little_else() -> None:
 
 
 def test_a_step_that_could_be_replayed_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SETTING, "1")
+    monkeypatch.setenv(GRAPHS, "1")
     seen = list[str]()
-    sweep.peak_extra(lambda: seen.append(os.environ[SETTING]), "numpy", "cpu")
+    sweep.peak_extra(lambda: seen.append(os.environ[GRAPHS]), "numpy", "cpu")
     assert seen == ["0"]
-    assert os.environ[SETTING] == "1"
+    assert os.environ[GRAPHS] == "1"

@@ -10,7 +10,7 @@ from capturing import captured, stepped, unit_features
 
 import contrastile
 from contrastile.autograd.steps import STEPS, Steps
-from contrastile.backends import replay
+from contrastile.backends import replay, settings
 from contrastile.backends.registry import available
 
 torch = pytest.importorskip("torch")
@@ -34,7 +34,7 @@ step = partial(stepped, upstream=-2.5)
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Steps:
     """None of other tests, and what is asked for is made."""
-    monkeypatch.delenv(replay.SETTING, raising=False)
+    monkeypatch.delenv(settings.GRAPHS, raising=False)
     for held in (STEPS.captured, STEPS.seen):
         held.clear()
     return STEPS
@@ -47,7 +47,7 @@ def test_a_stream_has_graphs_of_its_own(backend: str, graphs: Steps, monkeypatch
     for seed in range(TIMES):
         given = leaves(seed)
         with monkeypatch.context() as patch:
-            patch.setenv(replay.SETTING, "0")
+            patch.setenv(settings.GRAPHS, "0")
             expected = step(loss, given)
         here = step(loss, given)
         side.wait_stream(torch.cuda.current_stream())

@@ -25,7 +25,7 @@ from exchange import SECONDS, join
 
 import contrastile
 from contrastile.autograd.steps import STEPS
-from contrastile.backends.replay import SETTING
+from contrastile.backends.settings import GRAPHS
 from contrastile.comm.connect import connect
 
 BACKENDS, WIDTH = ["triton", "torch", "cupy"], 72
@@ -83,9 +83,9 @@ def replays(group: Any, comm: Any, backend: str, exchange: str, loss: Callable[.
         return True
     STEPS.captured.clear()
     STEPS.seen.clear()
-    os.environ[SETTING] = "0"
+    os.environ[GRAPHS] = "0"
     launched = repeated(group, comm, backend, exchange, loss)
-    os.environ[SETTING] = "1"
+    os.environ[GRAPHS] = "1"
     found = repeated(group, comm, backend, exchange, loss)
     return len(STEPS.captured) > 0 and all(map(torch.equal, found, launched))
 
