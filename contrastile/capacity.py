@@ -202,8 +202,9 @@ def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...
     # rows of this rank against the columns of all, of one host after the other, or of one rank
     each = setup.ranks.per_host
     n = {"gather": b * g, "two-level": b * each}.get(exchange, b)
-    most, around, options = 0, exchange in ("ring", "two-level"), Options(precision=backend.auto_precision)
-    taken = _footprint(setup, backend, b, n, keep=0 if around else None)
+    most, around = 0, exchange in ("ring", "two-level")
+    options = Options(precision=backend.auto_precision, keep=0 if around else None)
+    taken = _footprint(setup, backend, b, n, options)
     numbers = Item("log-sum-exps", _NUMBERS * (b + n), "and weights and targets")
     if backend.keeps is not None and not around:
         most = backend.keeps(b, n, dtype, setup.device, options)
@@ -246,10 +247,9 @@ def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...
     return tuple(peak)
 
 
-def _footprint(setup: Setup, backend: Backend, m: int, n: int, keep: int | None = None) -> Footprint:
+def _footprint(setup: Setup, backend: Backend, m: int, n: int, options: Options) -> Footprint:
     if backend.footprint is None:
         raise CannotRunError(f"the {backend.name} backend does not say what memory it takes; name another one")
-    options = Options(precision=backend.auto_precision, keep=keep)
     return backend.footprint(m, n, setup.dim, setup.dtype, setup.device, options)
 
 
@@ -260,7 +260,7 @@ def offloaded_items(setup: Setup, backend: Backend, block: int = BLOCK) -> tuple
     if b <= block:
         # one block: the plain loss, on a copy
         return Item("embeddings", 2 * b * d * item, "copied for the loss"), *loss_items(setup, backend, "local")
-    taken = _footprint(setup, backend, block, block)
+    taken = _footprint(setup, backend, block, block, Options(precision=backend.auto_precision))
     # sums in the features' own dtype become gradients in place, and on a CPU nothing is copied
     copied = item < state and setup.device == "cuda"
     on_the_way = [Item("gradients", 2 * block * d * item, "on their way to the host")] if copied else []

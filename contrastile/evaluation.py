@@ -66,7 +66,7 @@ def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan,
     here = Handshake.of(group, given["exchange"], given["parameter_reduction"], **agreed)
 
     def checked_and_built(world: Handshake) -> tuple[tuple[str, Options, Any], problems.LossProblem]:
-        return settings_checked(given), build(*args, **kwargs, world=world)
+        return settings_checked(complete(settings)), build(*args, **kwargs, world=world)
 
     # together, so that what either raises on one rank is raised on all
     (backend, options, blocks), loss = here.build(checked_and_built)
@@ -87,7 +87,6 @@ def settings_checked(given: dict[str, Any]) -> tuple[str, Options, Any]:
     Raises:
         TypeError, ValueError: one of them is wrong.
     """
-    complete(given)
     blocks = validation.blocks(given["device"], given["block"], given["group"])
     backend = checked(given["backend"])
     return backend, validation.options(given["tile"], given["precision"], given["workspace"], given["keep"]), blocks

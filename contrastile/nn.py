@@ -180,6 +180,7 @@ class ClipLoss(_Loss):
         more = {"margin": margin, "threshold": threshold, "threshold_is": threshold_is}
         super().__init__(rank, world_size, {**options, **more}, **settings)
         if self.group is None:
+            # a call brings the ids
             ids, limit = None if ids_are == "false_negatives" else ids_are, threshold_of(threshold, threshold_is)
             form_of(ids, ids_are, sum_positives, label_smoothing, margin, limit, name="ids")
 
