@@ -143,7 +143,7 @@ package:
 	  (cd / && $(abspath $(VENV))-stranger/bin/contrastile verify --case smoke ragged hot) || exit 1; \
 	done
 	cd / && $(abspath $(VENV))-stranger/bin/python -m pytest -p no:cacheprovider $(CURDIR)/tests/test_docs.py \
-	  -m slow -k "commands and not many-gpus" $(ARGS)
+	  -m slow -k commands $(ARGS)
 
 # what runs everywhere: the losses, the oracle and two backends, with whatever versions there are
 test-versions: FRONT = front_door nn autograd transforms plan

@@ -49,6 +49,7 @@ def test_a_patch_compiles(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.Mo
     sources = Path(shutil.copytree(build.SOURCES, tmp_path / "cuda"))
     (sources / file.name).write_text(mutant.applied(), encoding="utf-8")
     monkeypatch.setattr(build, "SOURCES", sources)
-    architecture = "sm_90a" if file.stem.endswith("sm90") else "sm_80"
+    # to PTX, of which the assembler would take as long again
+    architecture = "compute_90a" if file.stem.endswith("sm90") else "compute_80"
     compiled = build.compile_instance(KERNELS.get(file.name) or instance(file.stem, file.stem), architecture)
-    assert compiled.cubin
+    assert compiled.kernel
