@@ -248,6 +248,7 @@ def test_a_module_that_is_imported_later_does_not_compile_anything_anew(monkeypa
     assert len(graphs.found) == 1
 
 
+@pytest.mark.usefixtures("primitives")
 def test_value_and_grad_and_a_group_stay_outside_of_graphs() -> None:
     graphs, inputs = Graphs(), [x.detach() for x in leaves(torch.float64)]
     found = torch.compile(lambda *x: contrastile.value_and_grad(contrastile.clip_loss)(*x), backend=graphs)(*inputs)
