@@ -277,7 +277,26 @@ def mpi_connection(met: Any) -> tuple[bool, str, int, int]:
     comm = mock.Mock(Get_rank=lambda: 0, Get_size=lambda: 2, Idup=lambda: (own, mock.Mock()))
     with mock.patch.dict(connect.__globals__, PointToPoint=made, met=mock.Mock(side_effect=met)):
         said = type(raised(connect, comm, 5.0)).__name__
-    return made.call_args.args[3].comm is own, said, own.Free.call_count, own.Set_errhandler.call_count
+    right = made.call_args.args[3].comm is own and made.call_args.args[-1] is own.Get_group().Translate_ranks()
+    return right, said, own.Free.call_count, own.Set_errhandler.call_count
+
+
+def mpi_group() -> tuple[float, int]:
+    """The deadline of a connected group that is given another one; how often it is closed as the group is freed."""
+    of, found = _names("comm/mpi.py", mpi4py=mock.MagicMock()), mock.Mock()
+    of["MPI"].Intracomm = mock.Mock
+    of["of"](mock.Mock(Get_attr=lambda key: found), 7.0)
+    of["MPI"].Comm.Create_keyval.call_args.kwargs["delete_fn"](None, 0, found)
+    return found.deadline, found.close.call_count
+
+
+def mpi_unanswered() -> Any:
+    """Whom a rank blames that waits for the first rank and for the second, of whom the second has answered."""
+    of = _names("comm/mpi.py", mpi4py=mock.MagicMock())
+    of["MPI"].Request.Testall.return_value = False
+    comm = mock.Mock(Irecv=lambda buffer, rank, tag: mock.Mock(Test=lambda: rank == 2))
+    incoming = {rank: [np.zeros(3, "u1")] for rank in (1, 2)}
+    return vars(raised(of["MPIChannel"](comm).post({}, incoming, 7, lambda: 0.0).wait))["ranks"]
 
 
 def mpi_abort() -> bool:
