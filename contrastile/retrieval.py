@@ -7,7 +7,7 @@ rounded to 16 bits. Nothing here has a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from typing import Any
 
@@ -137,8 +137,7 @@ def top_k(
     Raises:
         TypeError, ValueError, MismatchError, ExchangeError: see ``ranks``.
     """
-    _at_least("k", k, 1)
-    search = _Search(rows, columns, None, (None, None), group, tile, paired=False, progress=progress, k=k)
+    search = _Search(rows, columns, None, (None, None), group, tile, paired=False, progress=progress, sizes={"k": k})
     n = len(search.columns)
     if k > n:
         raise ValueError(f"k must be at most the number of columns, got {k} of {n}; ask for fewer")
@@ -193,13 +192,11 @@ def mine_hard_negatives(
     Raises:
         TypeError, ValueError, MismatchError, ExchangeError: see ``ranks``.
     """
-    _at_least("k", k, 1)
-    _at_least("range_min", range_min, 0)
+    sizes = {"k": k, "range_min": range_min}
     bounds = {"min_score": min_score, "max_score": max_score}
     bounds |= {"absolute_margin": absolute_margin or 0.0, "relative_margin": relative_margin or 0.0}
-    for name, x in bounds.items():
-        validation.option(name, x, -torch.inf, torch.inf, "none")
-    search = _Search(rows, columns, positives, (row_ids, column_ids), group, tile, progress=progress, k=range_min + k)
+    ids = row_ids, column_ids
+    search = _Search(rows, columns, positives, ids, group, tile, progress=progress, sizes=sizes, bounds=bounds)
     found = []
 
     def limits(own: Tensor) -> Tensor:
@@ -239,15 +236,16 @@ class _Search:
         *,
         progress: bool,
         paired: bool = True,
-        k: int = 0,
+        sizes: Mapping[str, int] | None = None,
+        bounds: Mapping[str, float] | None = None,
     ) -> None:
-        side = TILE if tile is None else _at_least("tile", tile, 1)
+        self._numbers = {"tile": TILE if tile is None else tile, **(sizes or {})}, bounds or {}
         self._paired, self._shown = paired, progress
         # a group has one way to search
         world = Handshake.of(group, "auto" if group is None else "gather", "mean", backend="torch")
         world.build(self._meet, rows, columns, positives, ids)
-        rows = self.rows
-        self._high = self._wide = side
+        rows, k = self.rows, sum((sizes or {}).values())
+        self._high = self._wide = side = self._numbers[0]["tile"]
         if tile is None:
             # the more are found in a tile, the less of its time is its products'
             wide, entries = (WIDE, ENTRIES) if rows.is_cuda else (max(side, 128 * k), side * side)
@@ -270,6 +268,10 @@ class _Search:
         world: Handshake,
     ) -> None:
         """Check what was given, and take the columns of all ranks for this rank's."""
+        for name, size in self._numbers[0].items():
+            _at_least(name, size, 0 if name == "range_min" else 1)
+        for name, bound in self._numbers[1].items():
+            validation.option(name, bound, -torch.inf, torch.inf, "none")
         # a loss takes autocast's dtype; here rounded products would be ties
         with torch.autocast(rows.device.type if isinstance(rows, Tensor) else "cpu", enabled=False):
             named = {"rows": rows, "columns": columns}
