@@ -385,8 +385,8 @@ def statistics(
     if where is None and match == "drop" and not itself:
         check.paired("rows", rows, "columns", blocks[0], "give positives= to say which column is whose")
     of_guide = check.guide(guide, (m, n), arrays, rows)
-    asked = {"positives": where is not None, "ids": ids[0] is not None, "limits": tuple(x is not None for x in limits)}
-    asked |= {"guide": _width(of_guide), "rows against themselves": itself}
+    asked: dict[str, Any] = {"positives": where is not None, "ids": ids[0] is not None, "guide": _width(of_guide)}
+    asked |= {"limits": tuple(x is not None for x in limits), "rows against themselves": itself}
     met = world.meet(arrays, rows, blocks or (rows,), (scale, factor), loss="statistics", **asked, **agreed)
     own = arrays.arange(met.start, met.start + m, rows)
     t, over = (arrays.full((size,), 1.0, state, rows) for size in (m, n))

@@ -286,7 +286,9 @@ class _Search:
         self._row_ids, of_columns = ids_of_both(validation, arrays, rows, "row", *of_both)
         where = positives.to(rows.device) if isinstance(positives, Tensor) else positives
         where = None if where is None else validation.integers("positives", where, m, "row", arrays, rows)
-        met = world.meet(arrays, rows, (columns,), loss="a search", column_ids=of_columns is not None)
+        met = world.meet(
+            arrays, rows, (columns,), may_be_empty=True, loss="a search", column_ids=of_columns is not None
+        )
         self._named, self._start = where is not None, met.start
         own = torch.arange(met.start, met.start + m, device=rows.device)
         self.rows, self.positives = rows, own if where is None else where

@@ -88,7 +88,13 @@ class Handshake:
         return self.communicator is None
 
     def meet(
-        self, arrays: ArrayLibrary, rows: Array, columns: Sequence[Array], *numbers: tuple[Any, Array], **settings: Any
+        self,
+        arrays: ArrayLibrary,
+        rows: Array,
+        columns: Sequence[Array],
+        *numbers: tuple[Any, Array],
+        may_be_empty: bool = False,
+        **settings: Any,
     ) -> Met:
         """Agree with the other ranks on everything that must be the same, and learn what each of them holds.
 
@@ -98,6 +104,7 @@ class Handshake:
             columns: this rank's column blocks.
             *numbers: scale and bias, each as the caller gave it and as a 0-d array. What lies on a device is compared
                 there, when the features travel: see ``scalars``.
+            may_be_empty: whether there may be no row or column at all.
             **settings: what else must be the same on every rank; anything that JSON can hold.
 
         Raises:
@@ -143,7 +150,7 @@ class Handshake:
         if (everyone[:, :2] != record[:2]).any() or not scalars.alike(held):
             self._explain(json.dumps(agreed | dict(zip(scalars.NAMES, values, strict=False))))
         sizes = everyone[:, 2 : 3 + len(columns)].tobytes()
-        shards = _shards(sizes, len(everyone), settings.get("in_batch", True))
+        shards = _shards(sizes, len(everyone), 0 if may_be_empty else 1 + settings.get("in_batch", True))
         exchange = self._chosen(comm, shards, int(rows.shape[1]), dtype, device)
         unread = not scalars.READABLE.issuperset(places) and scalars.due(label.serial, exchange) and comm.size > 1
         self.placement = Placement(comm, exchange, self.reduction, shards, label, unread)
@@ -290,15 +297,15 @@ def _digest(agreed: tuple[tuple[str, Any], ...]) -> int:
 
 
 @lru_cache(maxsize=64)
-def _shards(sizes: bytes, ranks: int, keys: bool) -> Shards:
-    """Who holds how much, from every rank's sizes; ``keys``: whether the keys of all queries are among the columns.
+def _shards(sizes: bytes, ranks: int, needed: int) -> Shards:
+    """Who holds how much, from every rank's sizes; somebody must hold a row if 1 is needed, and a column too if 2.
 
     Raises:
-        MismatchError: nobody holds any row, or any column of the blocks.
+        MismatchError: nobody does.
     """
     counts: Any = memoryview(sizes).cast("q", (ranks, len(sizes) // (8 * ranks))).tolist()
     shards = Shards(tuple(c[0] for c in counts), tuple(tuple(c[1:]) for c in counts))
-    for what, number in (("row", sum(shards.rows)), ("column", sum(shards.widths) if keys else 1)):
+    for what, number in (("row", sum(shards.rows)), ("column", sum(shards.widths)))[:needed]:
         if number == 0:
             raise MismatchError(f"the ranks must hold at least one {what} together, got none; skip empty batches")
     return shards
