@@ -51,8 +51,8 @@ class Replay:
     """The second pass of a batch whose first pass has been made: see ``embed``.
 
     Attributes:
-        outputs: the embeddings and numbers, leaves that require gradients; float16 comes as float32, since unscaled
-            gradients of a mean over b samples would underflow.
+        outputs: the embeddings and numbers, leaves that require gradients, in inference mode none; float16 comes as
+            float32, since unscaled gradients of a mean over b samples would underflow.
     """
 
     def __init__(
@@ -121,7 +121,10 @@ class Replay:
         for numbers in zip(*parts, strict=True):
             x = (_joined(numbers) if numbers[0].ndim > 1 else _same(numbers)).detach()
             x = x.to(torch.float32 if x.dtype is torch.float16 else x.dtype)
-            outputs.append(x.requires_grad_() if x.is_floating_point() else x)
+            if x.is_floating_point() and not torch.is_inference_mode_enabled():
+                # torch leaves what it computes of inference tensors out of their gradients, and says nothing
+                x = (x.clone() if x.is_inference() else x).requires_grad_()
+            outputs.append(x)
         return outputs
 
     def differentiate(self, loss: Loss, numbers: Sequence[Any]) -> tuple[Tensor, list[Tensor | None], list[Outside]]:
