@@ -9,7 +9,7 @@ import pickle
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -256,7 +256,7 @@ _MAXSIM = tuple(
         ("many-tokens", "17 tokens against 33", lambda _, given: of_pairs(given, (17, 33)), pairs, ""),
         ("symmetric", "both directions", lambda _, x: replace(x, options={"symmetric": True}), pairs, "options"),
         ("masked", "tokens that do not count are the nearest", masked, pairs, "masks"),
-        ("masked@opposite", "beside products below 0", masked, _apart, "masks"),
+        ("masked@opposite", "beside products below -100", partial(masked, norm=16.0), _apart, "masks"),
     )
 )
 

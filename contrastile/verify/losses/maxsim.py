@@ -38,16 +38,20 @@ def of_pairs(given: Arguments, counts: tuple[int, int] = TOKENS) -> Arguments:
     return replace(given, features=features, scale=given.scale * before / counts[0])
 
 
-def masked(draw: Draw, given: Arguments) -> Arguments:
-    """One to four tokens of a query count, and one to five of a document; in place of the others are nearer ones."""
+def masked(draw: Draw, given: Arguments, norm: float = 1.0) -> Arguments:
+    """One to four tokens of a query count, and one to five of a document; in place of the others are nearer ones.
+
+    With ``norm`` tokens are so many times as long, and the logits the same.
+    """
     given = of_pairs(given, (4, 5))
     masks = [(draw.random(x.shape[:2]) < 0.6).astype(np.int64) for x in given.features]
     for mask in masks:
         mask[np.arange(len(mask)), draw.integers(0, mask.shape[1], len(mask))] = 1
     nearer = [1.5 * np.roll(x, 1, axis=0)[:, :1] for x in given.features[::-1]]
     pieces = zip(masks, given.features, nearer, strict=True)
-    features = tuple(np.where(mask[:, :, None] == 1, x, other) for mask, x, other in pieces)
-    return replace(given, features=features, keywords=dict(zip(MASKS, masks, strict=True)))
+    features = tuple(norm * np.where(mask[:, :, None] == 1, x, other) for mask, x, other in pieces)
+    scale = given.scale / norm**2
+    return replace(given, features=features, scale=scale, keywords=dict(zip(MASKS, masks, strict=True)))
 
 
 def problem_and_truth(given: Arguments) -> tuple[Problem, Truth]:

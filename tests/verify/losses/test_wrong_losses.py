@@ -170,6 +170,9 @@ OF_TOKENS = {
     "documents' masks ignored": of_tokens(without=lambda x, *_: x),
     "queries' masks ignored": of_tokens(kept=False),
     "padding that counts as 0": of_tokens(fill=0.0),
+    "padding that counts as -1": of_tokens(
+        without=lambda x, out, fill: x.masked_fill(out, -1.0).masked_fill(out.all(3, keepdim=True), fill)
+    ),
     "counts, not masks": of_tokens(without=lambda x, out, fill: x.masked_fill(out.sort(dim=-1).values, fill)),
     "32 tokens": of_tokens(lambda x: x[..., :32].amax(3)),
     "16 tokens of a query": of_tokens(lambda x: x[:, :, :16].amax(3)),
