@@ -20,7 +20,7 @@ class Order:
 
     Attributes:
         arrays: their library.
-        places: (m,) which sample comes where; None for the order that they have.
+        places: (m,) where each sample comes; None for the order that they have.
     """
 
     arrays: ArrayLibrary
@@ -32,12 +32,14 @@ class Order:
         if ids is None or (alone and ids.shape[0] <= FEW):
             return Order(arrays)
         pays = ids_are == "positives" or (ids.shape[0] >= MANY and arrays.device(ids) == "cuda")
-        return Order(arrays, arrays.sorted(ids)[1] if pays else None)
+        places = arrays.put(arrays.arange(0, ids.shape[0], ids), arrays.sorted(ids)[1]) if pays else None
+        return Order(arrays, places)
 
     def take(self, *samples: Array | None) -> tuple[Any, ...]:
         """Arrays of the samples in this order."""
         places = self.places
-        return tuple(x if x is None or places is None else self.arrays.take(x, places) for x in samples)
+        # of ``take`` the gradient adds rows, one by one
+        return tuple(x if x is None or places is None else self.arrays.put(x, places) for x in samples)
 
     def rising(self, ids: Array) -> Array:
         """The ids that were taken in this order, in rising order."""
@@ -45,4 +47,4 @@ class Order:
 
     def put(self, samples: Array) -> Array:
         """An array of samples in this order, in the one that they had."""
-        return samples if self.places is None else self.arrays.put(samples, self.places)
+        return samples if self.places is None else self.arrays.take(samples, self.places)

@@ -28,7 +28,18 @@ from triton.runtime.jit import JITFunction
 
 import contrastile.backends.triton.search as search
 from contrastile.backends.contract import Block, Options, Pairs, SideWeights, Weights
-from contrastile.backends.triton import backward, forward, launch, parts, positives, precheck, products, sigmoid, sums
+from contrastile.backends.triton import (
+    backward,
+    forward,
+    forward_pass,
+    launch,
+    parts,
+    positives,
+    precheck,
+    products,
+    sigmoid,
+    sums,
+)
 from contrastile.backends.triton.arrays import TritonArrays
 from contrastile.backends.triton.backward_pass import finished, gradients
 from contrastile.backends.triton.forward_pass import lse
@@ -62,6 +73,7 @@ def compiling(architecture: int) -> Iterator[list[tuple[str, dict[str, Any], Any
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(launch, "_capability", return_value=architecture),
         mock.patch.object(launch, "_multiprocessors", return_value=1),
+        mock.patch.object(forward_pass, "MANY", 0),
     ):
         yield found
 
@@ -81,7 +93,7 @@ def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
         Pairs(positives=index, row_limits=torch.ones(300), column_limits=torch.ones(300)),
     ]
     guide = torch.ones(300, 384, dtype=kind)
-    every.append(replace(every[-1], row_guide=guide, column_guide=guide))
+    every += [replace(every[-1], row_guide=guide, column_guide=guide), replace(every[2], rising=True)]
     vector, scalar = torch.ones(300), torch.tensor(1.0)
     arrays = TritonArrays()
     wide = vector.double()

@@ -42,7 +42,6 @@ PRECISIONS = ("ieee", "tf32", "split")
 """How products of float32 features are computed: in float32; with their factors rounded to nearest to at least the 11
 bits of tf32; or from parts of their factors that tensor cores multiply, with float32's accuracy."""
 
-
 CONTRACT = 2
 """The version of this contract: ``docs/how-to/write-backend.md`` says what each has changed."""
 
@@ -83,6 +82,7 @@ class Pairs:
         row_guide: (m, e) the guide's features of the rows, in the features' dtype; None where there is no guide, or
             there are no limits.
         column_guide: (n, e) of the columns, given with row_guide.
+        rising: whether both ids come in rising order, or each rank's do: equal ones are in few tiles then.
     """
 
     positives: Array | None = None
@@ -94,6 +94,7 @@ class Pairs:
     column_limits: Array | None = None
     row_guide: Array | None = None
     column_guide: Array | None = None
+    rising: bool = False
 
     @property
     def of_ids(self) -> Match | None:
@@ -162,8 +163,7 @@ class Statistics:
     Attributes:
         rows: of the rows, over the columns.
         columns: of the columns, over the rows: (n,) each; None when they were not asked for.
-        kept: what ``keeping`` has left for the gradients, one array; None where there is nothing. Only the backend
-            knows what it holds.
+        kept: what ``keeping`` has left for the gradients, one array that the backend alone can read, or None.
     """
 
     rows: SideStatistics

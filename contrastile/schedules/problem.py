@@ -12,7 +12,7 @@ from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary, transfer
 from contrastile.backends.contract import Array, Block, Match, Pairs, SideStatistics
-from contrastile.backends.objectives import Terms, terms
+from contrastile.backends.objectives import STATISTICS, Terms, terms
 from contrastile.schedules.placement import Placement
 
 BLOCK = 65536
@@ -200,6 +200,8 @@ class Problem:
             column_limits=marks[1],
             row_guide=self.row_guide,
             column_guide=marks[2],
+            # a loss takes samples in the order of their ids: see ``Order``
+            rising=self.kind != STATISTICS,
         )
         return Block(self.rows, columns, self.scale, self.bias, pairs)
 

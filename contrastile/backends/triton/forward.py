@@ -35,12 +35,16 @@ from contrastile.backends.triton.tiles import (
     pairs,
     place,
     touched,
+    touched_columns,
     within,
     within_limits,
 )
 
 # 64-bit sizes would be compiled for every divisibility; these are not
 _PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth", "guide_depth"]
+
+SHARE = 4
+"""Programs of ``touched_tiles`` for a tile row."""
 
 _LEAST = tl.constexpr(2.0**-126)
 """The smallest number that no GPU takes for 0."""
@@ -76,42 +80,87 @@ def lse_tiles(
     alpha = tl.load(plan + ALPHA)
     reference = tl.load(plan + REFERENCE)
     APART: tl.constexpr = POSITIVES and not (EXCLUDED or IDS != NO_IDS)
-    EMPTY: tl.constexpr = float("-inf") if SAFE else 0.0
     ends = (tl.load(diagonals), tl.load(diagonals + 1)) if APART else (0, 0)
     path, masks = (alpha, reference, ends), (positives, excluded, row_ids, column_ids)
-    limits, chunk = (row_limits, column_limits), (m, n, row0, column0, height, width)
-    HALVED: tl.constexpr = (LIMITED or IDS == DROP) and not SAFE and IDS != TARGET and guide_rows is None
+    given = path, masks, (row_limits, column_limits), (m, n, row0, column0, height, width)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
-        row, column = r * BM, c * BN
-        acc = dots(rows, columns, row, column, depth, BM, BN, BK, PRECISION, DIVIDED)
-        compared, factor = acc, alpha
-        if guide_rows is not None:
-            factor = None
-            compared = dots(guide_rows, guide_columns, row, column, guide_depth, BM, BN, BK, PRECISION, DIVIDED)
-        i = row + tl.arange(0, BM)
-        row_size, column_size = column_tiles.to(tl.int64) * height, row_tiles.to(tl.int64) * width
-        row_to, column_to = row_parts + c.to(tl.int64) * height + i, column_parts + r.to(tl.int64) * width
-        to = row_to, row_size, column_to, column_size
-        given = path, masks, limits, chunk, to
-        if SAFE:
-            x = _terms(acc, row, column, given, SAFE, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
-            of_rows = within_limits(x, EMPTY, compared, factor, row_limits, row0 + i, m, 1)
-            _leave(of_rows, row_to, row_size, i < height, 1)
-            if COLUMNS:
-                j = column + tl.arange(0, BN)
-                of_columns = within_limits(x, EMPTY, compared, factor, column_limits, column0 + j, n, 0)
-                _leave(of_columns, column_to + j, column_size, j < width, 0)
-        elif HALVED:
-            # a tile of terms and one of logits, or of ids, are more than the registers hold
-            left, right = halves(acc)
-            total = _sums(left, left, factor, row, column, given, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
-            column += BN // 2
-            total += _sums(right, right, factor, row, column, given, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
-            tl.store(row_to, total, mask=i < height)
-        else:
-            total = _sums(acc, compared, factor, row, column, given, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
-            tl.store(row_to, total, mask=i < height)
+        _tile(
+            r, c, rows, columns, (row_parts, column_parts), given, depth, guide_rows, guide_columns, guide_depth, SAFE,
+            COLUMNS, POSITIVES, EXCLUDED, IDS, LIMITED, RAGGED, BM, BN, BK, PRECISION, DIVIDED,
+        )  # fmt: skip
+
+
+@kernel
+@triton.jit(do_not_specialize=_PLAIN)
+def touched_tiles(
+    rows, columns, plan, status, row_parts, column_parts, excluded, row_ids, column_ids, m, n, row0, column0, height,
+    width, depth, COLUMNS: tl.constexpr, EXCLUDED: tl.constexpr, RAGGED: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """What ``lse_tiles`` leaves with IDS = TARGET on the fast path, of the tiles that are ``touched`` alone.
+
+    Programs (tile rows, any number): those of a tile row take its tiles in turn.
+    """
+    r, column_tiles = tl.program_id(0), tl.cdiv(width, BN)
+    masks = None, excluded, row_ids, column_ids
+    path = tl.load(plan + ALPHA), tl.load(plan + REFERENCE), (0, 0)
+    given = path, masks, (None, None), (m, n, row0, column0, height, width)
+    if tl.load(status) == 0:
+        first, end = touched_columns(row0 + r * BM, m, n, masks, BM, EXCLUDED, LANES)
+        first, end = tl.maximum(first - column0, 0) // BN, tl.minimum(tl.cdiv(end - column0, BN), column_tiles)
+        for c in tl.range(first + tl.program_id(1), end, tl.num_programs(1)):
+            if touched(row0 + r * BM, column0 + c * BN, m, n, masks, BM, BN, False, EXCLUDED, TARGET):
+                _tile(
+                    r, c, rows, columns, (row_parts, column_parts), given, depth, None, None, 0, False, COLUMNS,
+                    False, EXCLUDED, TARGET, False, RAGGED, BM, BN, BK, PRECISION, False,
+                )  # fmt: skip
+
+
+@triton.jit
+def _tile(
+    r, c, rows, columns, parts, given, depth, guide_rows, guide_columns, guide_depth, SAFE: tl.constexpr,
+    COLUMNS: tl.constexpr, POSITIVES: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr, LIMITED: tl.constexpr,
+    RAGGED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    DIVIDED: tl.constexpr,
+):  # fmt: skip
+    """One tile of X, and what it leaves."""
+    path, masks, limits, chunk = given
+    row_parts, column_parts = parts
+    row_limits, column_limits = limits
+    m, n, row0, column0, height, width = chunk
+    row_tiles, column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
+    EMPTY: tl.constexpr = float("-inf") if SAFE else 0.0
+    HALVED: tl.constexpr = (LIMITED or IDS == DROP) and not SAFE and IDS != TARGET and guide_rows is None
+    row, column = r * BM, c * BN
+    acc = dots(rows, columns, row, column, depth, BM, BN, BK, PRECISION, DIVIDED)
+    compared, factor = acc, path[0]
+    if guide_rows is not None:
+        factor = None
+        compared = dots(guide_rows, guide_columns, row, column, guide_depth, BM, BN, BK, PRECISION, DIVIDED)
+    i = row + tl.arange(0, BM)
+    row_size, column_size = column_tiles.to(tl.int64) * height, row_tiles.to(tl.int64) * width
+    row_to, column_to = row_parts + tl.cast(c, tl.int64) * height + i, column_parts + tl.cast(r, tl.int64) * width
+    to = row_to, row_size, column_to, column_size
+    given = path, masks, limits, chunk, to
+    if SAFE:
+        x = _terms(acc, row, column, given, SAFE, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
+        of_rows = within_limits(x, EMPTY, compared, factor, row_limits, row0 + i, m, 1)
+        _leave(of_rows, row_to, row_size, i < height, 1)
+        if COLUMNS:
+            j = column + tl.arange(0, BN)
+            of_columns = within_limits(x, EMPTY, compared, factor, column_limits, column0 + j, n, 0)
+            _leave(of_columns, column_to + j, column_size, j < width, 0)
+    elif HALVED:
+        # a tile of terms and one of logits, or of ids, are more than the registers hold
+        left, right = halves(acc)
+        total = _sums(left, left, factor, row, column, given, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
+        column += BN // 2
+        total += _sums(right, right, factor, row, column, given, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
+        tl.store(row_to, total, mask=i < height)
+    else:
+        total = _sums(acc, compared, factor, row, column, given, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
+        tl.store(row_to, total, mask=i < height)
 
 
 @triton.jit
@@ -214,9 +263,8 @@ def _leave_positives(x, positive, to, size, inside, AXIS: tl.constexpr):
 
 @triton.jit
 def _leave_nothing(to, size, inside):
-    """What ``_leave_positives`` leaves of a tile without positives."""
-    for quantity in range(4):
-        tl.store(to + quantity * size, 0.0, mask=inside)
+    """What ``_leave_positives`` leaves of a tile without positives: their count, without which nothing else is read."""
+    tl.store(to + 3 * size, 0.0, mask=inside)
 
 
 @triton.jit
@@ -282,9 +330,7 @@ def _fold_side(
     NEXT: tl.constexpr = 2 if SAFE else 1
     negative = _fold_sum(parts, state + at, chunk, SAFE, DEPTH)
     if MATCHED:
-        parts += NEXT * size
-        positive = _fold_sum(parts, state + step + at, chunk, True, DEPTH)
-        logits, count = _fold_logits(parts, state + 2 * step + at, step, chunk, DEPTH)
+        positive, logits, count = _fold_positives(parts + NEXT * size, state + step + at, step, chunk, DEPTH)
     if last != 0:
         orders, shift = binary_orders(tl.load(scale)), bias_of(bias)
         least = tl.load(plan + THRESHOLD).to(tl.float64)
@@ -334,25 +380,42 @@ def _fold_sum(parts, state, chunk, SAFE: tl.constexpr, DEPTH: tl.constexpr):
     total = tl.load(state, mask=inside & (first == 0), other=float("-inf"))
     for start in range(0, tiles, DEPTH):
         top = _part(parts, chunk, start, DEPTH)
-        part = _log2_sum(top + tl.log2(_part(parts + size, chunk, start, DEPTH)), 0)
-        high = tl.maximum(total, part)
-        shift = tl.where((high > float("-inf")) & (high < float("inf")), high, 0.0)
-        total = shift + tl.log2(tl.math.exp2(total - shift) + tl.math.exp2(part - shift))
+        total = _log2_add(total, _log2_sum(top + tl.log2(_part(parts + size, chunk, start, DEPTH)), 0))
     tl.store(state, total, mask=inside)
     return total
 
 
 @triton.jit
-def _fold_logits(parts, state, step, chunk, DEPTH: tl.constexpr):
-    """The sums of the positives' logits and, ``step`` behind them, their counts: see ``_leave_positives``."""
+def _fold_positives(parts, state, step, chunk, DEPTH: tl.constexpr):
+    """log2-sum-exp2 of the positives' logits, their sums and their counts, ``step`` apart: see ``_leave_positives``."""
     _lanes, inside, length, tiles, first = chunk
     size = tiles.to(tl.int64) * length
-    total = tl.load(state, mask=inside & (first == 0), other=0.0)
+    old = inside & (first == 0)
+    log = tl.load(state, mask=old, other=float("-inf"))
+    total, number = tl.load(state + step, mask=old, other=0.0), tl.load(state + 2 * step, mask=old, other=0.0)
     for start in range(0, tiles, DEPTH):
         count = _part(parts + 3 * size, chunk, start, DEPTH)
-        total += tl.sum(_part(parts, chunk, start, DEPTH) * count + _part(parts + 2 * size, chunk, start, DEPTH), 0)
-    tl.store(state, total, mask=inside)
-    return total, _add(parts + 3 * size, state + step, chunk, DEPTH)
+        # few tiles have any
+        if tl.max(tl.max(count, 0), 0) > 0:
+            there = count > 0.0
+            top = _part(parts, chunk, start, DEPTH)
+            terms = top + tl.log2(_part(parts + size, chunk, start, DEPTH))
+            log = _log2_add(log, _log2_sum(tl.where(there, terms, float("-inf")), 0))
+            less = _part(parts + 2 * size, chunk, start, DEPTH)
+            total += tl.sum(tl.where(there, top * count + less, 0.0), 0)
+            number += tl.sum(count, 0)
+    tl.store(state, log, mask=inside)
+    tl.store(state + step, total, mask=inside)
+    tl.store(state + 2 * step, number, mask=inside)
+    return log, total, number
+
+
+@triton.jit
+def _log2_add(x, y):
+    """log2(2^x + 2^y)."""
+    high = tl.maximum(x, y)
+    shift = tl.where((high > float("-inf")) & (high < float("inf")), high, 0.0)
+    return shift + tl.log2(tl.math.exp2(x - shift) + tl.math.exp2(y - shift))
 
 
 @triton.jit

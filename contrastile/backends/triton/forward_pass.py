@@ -17,7 +17,10 @@ from contrastile.backends.triton.common import BLOCK, DEPTH, LANES, LINES, empti
 from contrastile.backends.triton.configs import INTERPRETED, Config
 from contrastile.backends.triton.launch import descriptor, grid, on_device
 from contrastile.backends.triton.operands import BlockPass
-from contrastile.backends.triton.tiles import PLAN_SIZE
+from contrastile.backends.triton.tiles import NO_IDS, PLAN_SIZE
+
+MANY = 2**9 if INTERPRETED else 2**25
+"""Pairs from which on tiles with positives by ids are computed apart, where they are few: a launch more."""
 
 
 @side_by_side
@@ -84,15 +87,17 @@ class _ForwardPass(BlockPass):
 
     def _sweep(self, safe: bool) -> None:
         masks = self.masks
+        # a plain loss's tiles, and again the few that hold a positive
+        apart = masks.few_positives and self.m * self.n >= MANY and not safe
         matched = "matched" if masks.pairs.excluded is None else "matched, excluding"
-        config = self.config({"drop": "masked", "target": matched, None: "lse"}[masks.pairs.of_ids])
+        config = self.config("lse" if apart else {"drop": "masked", "target": matched, None: "lse"}[masks.pairs.of_ids])
         quantities = forward.quantities(safe, self.masks.ids_only)
         height, width = forward_chunk(self.m, self.n, config.shape, self.options, quantities)
         row_tiles, column_tiles = ceil_div(height, config.bm), ceil_div(width, config.bn)
         sizes = column_tiles * height, row_tiles * width if self.two_sided else 0
         parts = self._partials(*(quantities * size for size in sizes))
         for chunk in chunks(self.m, self.n, height, width):
-            self._tiles(safe, config, parts, chunk)
+            self._tiles(safe, config, parts, chunk, apart)
             self._fold(safe, config, parts, chunk)
 
     def _partials(self, rows: int, columns: int) -> tuple[Any, Any]:
@@ -113,20 +118,33 @@ class _ForwardPass(BlockPass):
                 self._descriptors[place] = found
         return found
 
-    def _tiles(self, safe: bool, config: Config, parts: Any, chunk: Chunk) -> None:
+    def _tiles(self, safe: bool, config: Config, parts: Any, chunk: Chunk, apart: bool) -> None:
         row, column, high, wide = chunk
         features = (
             self._features(0, row, high, (config.bm, config.bk)),
             self._features(1, column, wide, (config.bn, config.bk)),
         )
-        masks = self.masks.spanned
+        positives, *vectors = self.masks.spanned
+        masks, flags = [positives, *vectors], self.masks.flags()
+        block, ragged, shape = (self.m, self.n, *chunk), config.ragged(chunk), config.named
+        if apart:
+            sizes = ceil_div(wide, config.bn) * high, ceil_div(high, config.bm) * wide
+            for part, size in zip(parts, sizes, strict=True):
+                # the counts of positives
+                part[4 * size : 5 * size].zero_()
+            masks, flags = [None] * 4, {"EXCLUDED": False, "IDS": NO_IDS.value}
         forward.lse_tiles[grid(high, wide, config, self.rows)](
             *features, self.plan, self.status, self.diagonals, *parts, *masks, *self.masks.limits,
-            *self.guide_features(chunk, config), self.m, self.n, *chunk, **self.depths,
-            SAFE=safe, COLUMNS=self.two_sided, POSITIVES=masks[0] is not None,
-            **self.masks.flags(), LIMITED=self.masks.limited, RAGGED=config.ragged(chunk),
-            DIVIDED=self.scheme.divided, **config.named,
+            *self.guide_features(chunk, config), *block, **self.depths,
+            SAFE=safe, COLUMNS=self.two_sided, POSITIVES=masks[0] is not None, **flags, LIMITED=self.masks.limited,
+            RAGGED=ragged, DIVIDED=self.scheme.divided, **shape,
         )  # fmt: skip
+        if apart:
+            shape = {name: x for name, x in shape.items() if name != "GROUP"}
+            forward.touched_tiles[(ceil_div(high, config.bm), forward.SHARE)](
+                *features, self.plan, self.status, *parts, *vectors, *block, self.depths["depth"],
+                COLUMNS=self.two_sided, EXCLUDED=vectors[0] is not None, RAGGED=ragged, LANES=LANES, **shape,
+            )  # fmt: skip
 
     def _fold(self, safe: bool, config: Config, parts: Any, chunk: Chunk) -> None:
         row, column, high, wide = chunk

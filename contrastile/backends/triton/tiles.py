@@ -136,6 +136,27 @@ def touched(
 
 
 @triton.jit
+def touched_columns(row, m, n, masks, BM: tl.constexpr, EXCLUDED: tl.constexpr, LANES: tl.constexpr):
+    """The first column, and the end of the last, that ``touched`` may tell of beside BM rows, by ids and exclusions."""
+    _positives, excluded, row_ids, column_ids = masks
+    least, most = _span(row_ids, row, m, BM)
+    units, first, end = tl.cdiv(n, UNIT), n, n * 0
+    for start in range(0, units, LANES):
+        unit = start + tl.arange(0, LANES)
+        lowest = tl.load(column_ids + n + unit, mask=unit < units, other=0)
+        highest = tl.load(column_ids + n + units + unit, mask=unit < units, other=0)
+        found = (unit < units) & (least <= highest) & (lowest <= most)
+        first = tl.minimum(first, tl.min(tl.where(found, unit * UNIT, n), 0))
+        end = tl.maximum(end, tl.max(tl.where(found, (unit + 1) * UNIT, 0), 0))
+    if EXCLUDED:
+        least, most = _span(excluded, row, m, BM)
+        if most >= 0:
+            first = tl.minimum(first, tl.maximum(least, 0).to(tl.int32))
+            end = tl.maximum(end, tl.minimum(most + 1, n).to(tl.int32))
+    return first, end
+
+
+@triton.jit
 def beyond(acc, alpha, limits, i, length, AXIS: tl.constexpr):
     """Which dots have a logit beyond the limits at i, of ``length`` in all; AXIS is the one along which they repeat.
 
