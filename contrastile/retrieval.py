@@ -73,7 +73,7 @@ def ranks(
         MismatchError: the ranks' parts do not fit together; every rank raises it.
         ExchangeError: a rank died, stalled or left.
     """
-    search = _Search(rows, columns, positives, (row_ids, column_ids), group, tile, progress=progress)
+    search = _Search(rows, columns, positives, (row_ids, column_ids), group, tile, {}, {}, progress=progress)
     order = search.ordered() if search.fused is not None and row_ids is not None else None
     found = []
     for low, where in search.blocks():
@@ -137,7 +137,7 @@ def top_k(
     Raises:
         TypeError, ValueError, MismatchError, ExchangeError: see ``ranks``.
     """
-    search = _Search(rows, columns, None, (None, None), group, tile, paired=False, progress=progress, sizes={"k": k})
+    search = _Search(rows, columns, None, (None, None), group, tile, {"k": k}, {}, paired=False, progress=progress)
     n = len(search.columns)
     if k > n:
         raise ValueError(f"k must be at most the number of columns, got {k} of {n}; ask for fewer")
@@ -196,7 +196,7 @@ def mine_hard_negatives(
     bounds = {"min_score": min_score, "max_score": max_score}
     bounds |= {"absolute_margin": absolute_margin or 0.0, "relative_margin": relative_margin or 0.0}
     ids = row_ids, column_ids
-    search = _Search(rows, columns, positives, ids, group, tile, progress=progress, sizes=sizes, bounds=bounds)
+    search = _Search(rows, columns, positives, ids, group, tile, sizes, bounds, progress=progress)
     found = []
 
     def limits(own: Tensor) -> Tensor:
@@ -233,19 +233,19 @@ class _Search:
         ids: tuple[Tensor | None, Tensor | None],
         group: Any,
         tile: int | None,
+        sizes: Mapping[str, int],
+        bounds: Mapping[str, float],
         *,
         progress: bool,
         paired: bool = True,
-        sizes: Mapping[str, int] | None = None,
-        bounds: Mapping[str, float] | None = None,
     ) -> None:
-        self._numbers = {"tile": TILE if tile is None else tile, **(sizes or {})}, bounds or {}
+        side = TILE if tile is None else tile
         self._paired, self._shown = paired, progress
         # a group has one way to search
         world = Handshake.of(group, "auto" if group is None else "gather", "mean", backend="torch")
-        world.build(self._meet, rows, columns, positives, ids)
-        rows, k = self.rows, sum((sizes or {}).values())
-        self._high = self._wide = side = self._numbers[0]["tile"]
+        world.build(self._meet, rows, columns, positives, ids, {"tile": side, **sizes}, bounds)
+        rows, k = self.rows, sum(sizes.values())
+        self._high = self._wide = side
         if tile is None:
             # the more are found in a tile, the less of its time is its products'
             wide, entries = (WIDE, ENTRIES) if rows.is_cuda else (max(side, 128 * k), side * side)
@@ -265,12 +265,14 @@ class _Search:
         columns: Tensor,
         positives: Tensor | None,
         ids: tuple[Tensor | None, Tensor | None],
+        sizes: Mapping[str, int],
+        bounds: Mapping[str, float],
         world: Handshake,
     ) -> None:
         """Check what was given, and take the columns of all ranks for this rank's."""
-        for name, size in self._numbers[0].items():
+        for name, size in sizes.items():
             _at_least(name, size, 0 if name == "range_min" else 1)
-        for name, bound in self._numbers[1].items():
+        for name, bound in bounds.items():
             validation.option(name, bound, -torch.inf, torch.inf, "none")
         # a loss takes autocast's dtype; here rounded products would be ties
         with torch.autocast(rows.device.type if isinstance(rows, Tensor) else "cpu", enabled=False):

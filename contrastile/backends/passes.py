@@ -145,7 +145,7 @@ def contiguous_pairs(pairs: Pairs, contiguous: Callable[[Any], Any]) -> Pairs:
     positives = pairs.positives if pairs.match == "drop" else None
     given = positives, pairs.excluded, pairs.row_ids, pairs.column_ids, pairs.row_limits, pairs.column_limits
     named, excluded, row_ids, column_ids, of_rows, of_columns = (None if x is None else contiguous(x) for x in given)
-    return Pairs(named, excluded, row_ids, column_ids, pairs.match, of_rows, of_columns)
+    return Pairs(named, excluded, row_ids, column_ids, pairs.match, of_rows, of_columns, rising=pairs.rising)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ class _Relocated:
 
     def block(self, block: Block) -> Block:
         pairs = block.pairs
-        names = [each.name for each in fields(pairs) if each.name not in ("match", "rising")]
+        names = [each.name for each in fields(pairs) if each.type == "Array | None"]
         moved = {name: self.read(getattr(pairs, name), name) for name in names}
         return replace(
             block,

@@ -46,7 +46,6 @@ class Masks:
         pairs: the vectors.
         ids: tiles.NO_IDS, DROP or TARGET.
         ids_only: whether the positives are pairs of equal ids.
-        few_positives: and of few tiles, which no limit concerns.
         limited: whether there are limits.
         limits: logits of powers of two, of the rows and of the columns, beyond which negatives do not count there; or
             a guide's dot products.
@@ -62,7 +61,6 @@ class Masks:
         of_logits = pairs.row_guide is None
         self.limits = [None if x is None else (x - bias) * LOG2E.value if of_logits else x.contiguous() for x in given]
         self.limited = pairs.limited
-        self.few_positives = self.ids_only and pairs.rising and not self.limited
 
     def vectors(self) -> tuple[Any, Any, Any]:
         """Exclusions, the rows' ids and the columns'."""

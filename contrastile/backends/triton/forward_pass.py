@@ -88,7 +88,8 @@ class _ForwardPass(BlockPass):
     def _sweep(self, safe: bool) -> None:
         masks = self.masks
         # a plain loss's tiles, and again the few that hold a positive
-        apart = masks.few_positives and self.m * self.n >= MANY and not safe
+        few = masks.ids_only and masks.pairs.rising and not masks.limited
+        apart = few and self.m * self.n >= MANY and not safe
         matched = "matched" if masks.pairs.excluded is None else "matched, excluding"
         config = self.config("lse" if apart else {"drop": "masked", "target": matched, None: "lse"}[masks.pairs.of_ids])
         quantities = forward.quantities(safe, self.masks.ids_only)
@@ -124,8 +125,7 @@ class _ForwardPass(BlockPass):
             self._features(0, row, high, (config.bm, config.bk)),
             self._features(1, column, wide, (config.bn, config.bk)),
         )
-        positives, *vectors = self.masks.spanned
-        masks, flags = [positives, *vectors], self.masks.flags()
+        masks, flags = self.masks.spanned, self.masks.flags()
         block, ragged, shape = (self.m, self.n, *chunk), config.ragged(chunk), config.named
         if apart:
             sizes = ceil_div(wide, config.bn) * high, ceil_div(high, config.bm) * wide
@@ -142,8 +142,9 @@ class _ForwardPass(BlockPass):
         if apart:
             shape = {name: x for name, x in shape.items() if name != "GROUP"}
             forward.touched_tiles[(ceil_div(high, config.bm), forward.SHARE)](
-                *features, self.plan, self.status, *parts, *vectors, *block, self.depths["depth"],
-                COLUMNS=self.two_sided, EXCLUDED=vectors[0] is not None, RAGGED=ragged, LANES=LANES, **shape,
+                *features, self.plan, self.status, *parts, *self.masks.spanned[1:], *block, self.depths["depth"],
+                COLUMNS=self.two_sided, EXCLUDED=self.masks.pairs.excluded is not None, RAGGED=ragged, LANES=LANES,
+                **shape,
             )  # fmt: skip
 
     def _fold(self, safe: bool, config: Config, parts: Any, chunk: Chunk) -> None:
