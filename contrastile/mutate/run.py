@@ -79,11 +79,11 @@ def place(mutant: Mutant, device: str) -> str:
 def arguments(mutant: Mutant, device: str) -> list[list[str]]:
     """The arguments of ``contrastile verify`` for a mutant: its checks, else all, except under the interpreter.
 
-    On a GPU a few checks come first: what all of them need is compiled for each mutant anew.
+    On a GPU its own checks, or a few, come first: what all of them need is compiled for each mutant anew.
     """
     words = [*world(mutant), "--device", place(mutant, device)]
     if place(mutant, device) == "cuda":
-        return [[*words, "--quick"], words]
+        return [[*words, *(mutant.checks or ["--quick"])], words]
     words += mutant.checks
     words += ["--dtype", "float32"] if mutant.component in FACE and "--dtype" not in mutant.checks else []
     for option, values in INTERPRETED.items() if mutant.backend == "triton" else ():
