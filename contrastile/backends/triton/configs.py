@@ -71,7 +71,7 @@ class Config:
 # kernel -> dtype -> architecture at least -> configuration; what has no entry of its own is of 16 bits, or parts of 16
 _TABLE: dict[str, dict[str, dict[int, Config]]] = {
     "lse": {
-        "half": {80: Config(128, 128, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2)},
+        "half": {80: Config(128, 128, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2, group=8)},
         "tf32": {80: Config(128, 128, 16, 8, 3, 1), 90: Config(128, 128, 32, 4, 3, 2)},
     },
     # ranks and nearest columns: an epilogue of few instructions needs no second program to hide behind
@@ -97,7 +97,7 @@ _TABLE: dict[str, dict[str, dict[int, Config]]] = {
         "tf32": {80: Config(64, 64, 32, 4, 3, 2)},
     },
     "gradient": {
-        "half": {80: Config(128, 128, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2, parts=2)},
+        "half": {80: Config(128, 128, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2, group=8, parts=2)},
         "tf32": {80: Config(128, 128, 16, 8, 3, 1), 90: Config(128, 128, 32, 4, 3, 2, parts=2)},
     },
     # where positives lie on the diagonal, bands of 4 would leave nearly all of their tiles to four programs of 264

@@ -413,16 +413,14 @@ def _fold_positives(parts, state, step, chunk, DEPTH: tl.constexpr):
 @triton.jit
 def _log2_add(x, y):
     """log2(2^x + 2^y)."""
-    high = tl.maximum(x, y)
-    shift = tl.where((high > float("-inf")) & (high < float("inf")), high, 0.0)
+    shift = _finite(tl.maximum(x, y))
     return shift + tl.log2(tl.math.exp2(x - shift) + tl.math.exp2(y - shift))
 
 
 @triton.jit
 def _log2_sum(x, AXIS: tl.constexpr):
     """log2 sum 2^x along an axis; -inf for nothing, inf for +inf, NaN for NaN."""
-    top = tl.max(x, AXIS)
-    shift = tl.where((top > float("-inf")) & (top < float("inf")), top, 0.0)
+    shift = _finite(tl.max(x, AXIS))
     return shift + tl.log2(tl.sum(tl.math.exp2(x - tl.expand_dims(shift, AXIS)), AXIS))
 
 
