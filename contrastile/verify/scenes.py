@@ -281,13 +281,15 @@ def mpi_connection(met: Any) -> tuple[bool, str, int, int]:
     return right, said, own.Free.call_count, own.Set_errhandler.call_count
 
 
-def mpi_group() -> tuple[float, int]:
-    """The deadline of a connected group that is given another one; how often it is closed as the group is freed."""
+def mpi_group() -> tuple[float, int, bool]:
+    """A connected group's deadline, where it is given another; how often it is closed as it is freed; if it is kept."""
     of, found = _names("comm/mpi.py", mpi4py=mock.MagicMock()), mock.Mock()
     of["MPI"].Intracomm = mock.Mock
+    new = mock.Mock(Get_attr=lambda key: None, Get_rank=lambda: 0, Get_size=lambda: 1)
+    kept = of["of"](new) is new.Set_attr.call_args.args[1]
     of["of"](mock.Mock(Get_attr=lambda key: found), 7.0)
     of["MPI"].Comm.Create_keyval.call_args.kwargs["delete_fn"](None, 0, found)
-    return found.deadline, found.close.call_count
+    return found.deadline, found.close.call_count, kept
 
 
 def mpi_unanswered() -> Any:
