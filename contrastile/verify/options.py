@@ -24,7 +24,7 @@ from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Check
 from contrastile.verify.selection import Selection
 from contrastile.verify.trial import skipped
-from contrastile.verify.worlds import Threads, World
+from contrastile.verify.worlds import World
 
 QUICK_CASES = (
     *cases.FEW,
@@ -133,13 +133,6 @@ def settle(options: argparse.Namespace) -> list[str]:
     if not given.loss:
         require_packages("hypothesis")
     return [f"{', '.join(left_out)} ({'--quick' if given.quick else 'give --dtype'})"] if left_out else []
-
-
-def threads(options: argparse.Namespace) -> Threads | None:
-    """The ranks of one process that ``--world`` asks for."""
-    with launched.opened(options.world, options.device, options.per_host) as world:
-        assert world is None or isinstance(world, Threads)
-        return world
 
 
 _PARTS: dict[str, Callable[[str], object]] = {

@@ -21,9 +21,10 @@ from typing import Any
 import pytest
 
 from contrastile.reporting import CannotRunError
+from contrastile.verify import launched
 from contrastile.verify.losses.selection import LossSelection
 from contrastile.verify.losses.subject import Loss
-from contrastile.verify.options import OPTIONS, selected, settle, threads
+from contrastile.verify.options import OPTIONS, selected, settle
 from contrastile.verify.runner import Check, Failure, Row
 
 RESULT = "contrastile"
@@ -62,8 +63,11 @@ class Checks(pytest.Directory):
         if options.world in ("mpi", "torch"):
             raise CannotRunError(f"--world {options.world} must be given to contrastile verify, got it for pytest")
         settle(options)
-        with _watched(self.config, loading_limit(options)):
-            for number, check in enumerate(selected(options, threads(options), lambda: _printed(self.config))):
+        with (
+            launched.opened(options.world, options.device, options.per_host) as world,
+            _watched(self.config, loading_limit(options)),
+        ):
+            for number, check in enumerate(selected(options, world, lambda: _printed(self.config))):
                 seconds = limit(options, check.device)
                 yield CheckItem.from_parent(self, name=check.name(), check=check, number=number, deadline=seconds)
 
