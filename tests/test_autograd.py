@@ -117,18 +117,6 @@ def test_a_scale_that_is_a_number_and_varies_compiles_without_a_graph_break() ->
         assert torch.equal(compiled(scale), loss(scale))
 
 
-def test_the_default_dtype_is_not_that_of_the_loss() -> None:
-    inputs = leaves(torch.float32)
-    expected = stepped(clip, *inputs)
-    torch.set_default_dtype(torch.float64)
-    try:
-        found = stepped(clip, *inputs)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert found[0].dtype == torch.float32
-    assert all(map(torch.equal, found, expected))
-
-
 def same(found: list[Tensor], expected: list[Tensor]) -> None:
     """The value bit by bit, in its dtype; gradients are the expected ones in the features' own dtype."""
     assert found[0].dtype == expected[0].dtype

@@ -71,13 +71,6 @@ def test_the_whole_loss_on_every_rank() -> None:
     assert held == sum(counts) * d * 4
 
 
-def test_a_ring_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup(batch=2048, dim=256, gpus=2, dtype="float32", device="cpu")
-    found = loss_items(setup, load("torch"), "ring")
-    monkeypatch.setenv("CONTRASTILE_KEEP_MIB", "0")
-    assert found == loss_items(setup, load("torch"), "ring")
-
-
 def test_features_on_the_host() -> None:
     b, d, block, dtype = 600, 256, 256, torch.bfloat16
     pair = features(b, d, dtype)

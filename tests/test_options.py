@@ -11,7 +11,6 @@ from torch import Tensor
 
 import contrastile
 from contrastile.autograd.prepared import CALLS, MOST
-from contrastile.order import Order
 
 B, WIDTH = 23, 12
 draw = torch.Generator().manual_seed(0)
@@ -54,23 +53,6 @@ def test_calls_one_after_another_have_the_bits_of_a_first_call(compiled: bool, c
     # every backward pass after all forward passes: none may have the numbers of the last
     for (value, given), right in zip(pending, expected * 2, strict=True):
         assert all(map(torch.equal, [value, *torch.autograd.grad(value, given)], right))
-
-
-@pytest.mark.parametrize("choices", [{"threshold": -0.2}, {"guide": GUIDE}])
-def test_samples_in_the_order_of_their_ids_give_the_same(
-    choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given, ids = [x.clone().requires_grad_() for x in (IMAGE, TEXT, SCALE)], torch.arange(B).flip(0) // 3
-
-    def made() -> list[Tensor]:
-        value = contrastile.clip_loss(*given, ids=ids, weights=WEIGHTS, **choices)
-        return [value, *torch.autograd.grad(value, given)]
-
-    expected = made()
-    # as many do on a GPU
-    monkeypatch.setattr(Order, "of", lambda arrays, ids, *_: Order(arrays, arrays.sorted(ids)[1]))
-    CALLS.prepared.clear()
-    torch.testing.assert_close(made(), expected)
 
 
 def test_few_signatures_are_held_and_threads_may_ask_at_once() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_autograd import Loss, clip, features, leaves, number, of_statistics, sigmoid, stepped
+from test_autograd import Loss, clip, features, number, sigmoid
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -17,24 +17,6 @@ import contrastile
 def first_argument(loss: Loss) -> Callable[[Tensor], Tensor]:
     other, scale = features(7, seed=1).detach(), number(14.3).detach()
     return lambda x: loss(x, other, scale)
-
-
-def test_statistics_in_reverse_mode_have_the_bits_of_backward() -> None:
-    given = leaves(torch.float64)
-    gradients, value = torch.func.grad_and_value(of_statistics, (0, 1, 2))(*(x.detach() for x in given))
-    assert all(map(torch.equal, [value, *gradients], stepped(of_statistics, *given)))
-
-
-def test_a_transform_inside_another_knows_whose_gradient_it_takes() -> None:
-    image, text, scale = features(7).detach(), features(7, seed=1).detach(), number(14.3).detach()
-
-    def value_inside(x: Tensor) -> Tensor:
-        # the inner transform asks for the scale alone, the outer one for the features
-        return torch.func.vjp(lambda s: contrastile.sigmoid_loss(x, text, s, -1.0), scale)[0]
-
-    leaf = image.clone().requires_grad_()
-    expected = torch.autograd.grad(contrastile.sigmoid_loss(leaf, text, scale, -1.0, keep=0), leaf)[0]
-    assert torch.equal(torch.func.grad(value_inside)(image), expected)
 
 
 def dual(f: Callable[[Tensor], Tensor], x: Tensor) -> Any:
