@@ -36,9 +36,11 @@ RECORD = Path(__file__).resolve().parents[2] / "docs" / "results" / "mutants.jso
 OF_A_PROCESS = (
     *("hangs", "exits-with-0", "leaves-with-0", "dies-by-a-signal", "prints", "all-but-32-rows-refused"),
     *("scale-learns-with-the-rows", "tracer-not-told-of-sums", "relative-by-default", "fake-without-pairs"),
+    *("later-deadline-ignored", "duplicate-not-freed", "mpi-ranks-of-the-group", "answered-and-blamed"),
+    *("connected-each-time", "margin-strategy-passed-over"),
 )
-"""Caught by the process that started theirs, by the verdict on all rows, in code that torch has registered, or in a
-default, which is no code of a function."""
+"""Caught by the process that started theirs, by the verdict on all rows, in code that torch has registered, in a
+default, which is no code of a function, or in a module that a check runs by its path."""
 MUTANTS = [
     each
     for each in every()
