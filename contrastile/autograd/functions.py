@@ -23,6 +23,7 @@ from contrastile.backends import contract, eager
 from contrastile.plan import Plan
 from contrastile.schedules import local
 from contrastile.schedules.problem import Problem
+from contrastile.validation import scalar
 
 _C: Any = torch._C
 # absent from a torch that has other names for them: then every call goes through the operators
@@ -131,7 +132,7 @@ class PlannedBackward:
 
 
 class BoundLoss:
-    """A backend's ``contract.Whole``, bound to a call signature: it is called with arrays alone.
+    """A backend's ``contract.Whole``, bound to a call signature: it is called with arrays and numbers alone.
 
     Args:
         whole: the backend's.
@@ -142,14 +143,19 @@ class BoundLoss:
     def __init__(self, whole: contract.Whole, plan: Plan, again: Callable[[Sequence[Any]], Plan]) -> None:
         problem = plan.problem
         self._whole, self._again, self._bias = whole, again, problem.bias is not None
+        self._library, self._state = plan.library, plan.library.dtype(problem.scale)
         _, self._wanted = asked(problem, grad=True)
         # no features are held
         self._problem = replace(problem, rows=None, columns=(None,) * len(problem.columns), scale=None, bias=None)
 
     def loss(self, given: Sequence[Any], *, grad: bool) -> Tensor | None:
-        """The loss of the signature's arguments; None where it is to be computed otherwise."""
-        rows, others, scale, *rest = given
-        bias = rest[0] if self._bias else None
+        """The loss of the signature's arguments; None where it is to be computed otherwise.
+
+        Raises:
+            ValueError: a number is not finite.
+        """
+        rows, others, scale, bias, *_ = (*given, None)
+        scale, bias = self._number("scale", scale, rows), self._number("bias", bias, rows)
         found = unrecorded(grad, self._whole.loss, self._problem, rows, others, scale, bias)
         if found is None:
             return None
@@ -157,6 +163,9 @@ class BoundLoss:
         if not grad or self._wanted is None:
             return cast("Tensor", value)
         return recorded(self, value, (*state, rows, others, scale, bias), (rows, scale, bias, others))
+
+    def _number(self, name: str, x: Any, like: Tensor) -> Any:
+        return x if x is None or isinstance(x, Tensor) else scalar(name, x, self._library, self._state, like)
 
     def gradients(self, saved: Sequence[Any], upstream: Tensor) -> compute.Found:
         """See ``PlannedBackward.gradients``."""

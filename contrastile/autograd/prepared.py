@@ -44,8 +44,9 @@ class Prepared:
         self.bound: functions.BoundLoss | None = None
         problem, whole = plan.problem, compute.whole_of(plan.problem, plan.library, plan.backend, plan.options)
         given = problem.rows, problem.others, problem.scale, problem.bias
-        # its arguments are the problem's arrays as they are
-        if whole is not None and all(x is y for x, y in zip(given, (*args, None), strict=False)):
+        # its arguments are the problem's arrays as they are, or numbers
+        alike = (x is y or type(y) in (int, float) for x, y in zip(given, (*args, None), strict=False))
+        if whole is not None and all(alike):
             self.bound = functions.BoundLoss(whole, plan, lambda args: self.plan(build, args, kwargs))
 
     def plan(self, build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
