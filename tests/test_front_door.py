@@ -15,7 +15,7 @@ from provocations import CALLS, PROVOCATIONS, message
 import contrastile
 from contrastile import evaluation, forms, plan, problems, validation
 from contrastile.backends import registry
-from contrastile.verify.calls import _SAYS
+from contrastile.verify.calls import SAYS
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def said() -> list[tuple[str, str]]:
 
 
 def test_bad_input_raises_with_rule_value_and_fix(said: list[tuple[str, str]]) -> None:
-    assert [text for _, text in said if not _SAYS.match(text) or not re.search("; [a-z]", text)] == []
+    assert [text for _, text in said if not SAYS.match(text) or not re.search("; [a-z]", text)] == []
 
 
 def raised_in(module: ModuleType) -> list[tuple[str, str]]:

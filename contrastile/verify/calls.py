@@ -48,7 +48,8 @@ from contrastile.verify.trial import SkipError, Subject
 
 TEXT = Path(__file__).with_suffix(".txt")
 _ERRORS = {x.__name__: x for x in (BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError)}
-_SAYS = re.compile(r"(?s).*( must |is not available|refuses this problem).*(\bgot |cannot be imported|No module named)")
+SAYS = re.compile(r"(?s).*( must |is not available|refuses this problem).*(\bgot |cannot be imported|No module named)")
+"""What the text of an error has: the rule, and the value."""
 
 
 @dataclass(frozen=True)
@@ -262,14 +263,14 @@ def _judged(call: Call, library: str, door: Callable[..., Any] | None) -> str | 
         if call.says and call.says != str(error) and not (door and own):
             return f"it says {error}"
         kinds = call.error, *[MismatchError] * (door is _of_one and call.error is ValueError)
-        says = type(error) in kinds and (_SAYS.match(str(error)) or call.error not in (TypeError, ValueError))
+        says = type(error) in kinds and (SAYS.match(str(error)) or call.error not in (TypeError, ValueError))
         return process.changed(before, process.modes()) if says else f"raised {one_line(error)}"
     return "it was computed"
 
 
 def _refused(error: Exception) -> str:
     # what no check has raised is said as other errors are
-    return f"is refused: {error}" if _SAYS.match(str(error)) else f"raised {one_line(error)}"
+    return f"is refused: {error}" if SAYS.match(str(error)) else f"raised {one_line(error)}"
 
 
 def _of_rank(call: Call, library: str, group: Communicator) -> str:
