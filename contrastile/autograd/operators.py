@@ -2,22 +2,25 @@
 
 ``contrastile::loss`` and ``contrastile::gradients``, of a process alone. The gradients are an operator of their own, so
 that differentiating twice is refused instead of taking what was saved for constants. An operator takes typed numbers
-and texts, of which it makes the plan, and always gives tensors: an empty one of four dimensions for None.
+and texts, of which it makes the plan, and always gives tensors: an empty one of four dimensions for None. On a GPU a
+small call that repeats is replayed from a CUDA graph of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from contrastile import compute
+from contrastile.autograd.arguments import Call, graphs_of
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Options
 from contrastile.backends.objectives import STATISTICS
 from contrastile.backends.registry import load
+from contrastile.backends.replay import Captured, Pool, Signatures, Where, record
 from contrastile.plan import Plan
 from contrastile.schedules import local
 from contrastile.schedules.problem import VECTORS, Problem
@@ -120,29 +123,79 @@ _GRADIENTS = (
 )
 
 
+class Operation(Captured):
+    """The graph of an operator's signature."""
+
+    def __init__(self, where: Where, pool: Pool, call: Call, launch: Callable[..., Sequence[Tensor]]) -> None:
+        super().__init__(where, pool, call.tensors)
+        given, _ = call.with_tensors(self.places)
+        (self._graph,), (self._out,) = record(where, [lambda: launch(*given)], pool)
+
+    def results(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What the operator gives of these tensors."""
+        with self.pool.lock:
+            self.copy(tensors)
+            self._graph.replay()
+            self.replays += 1
+            return [x.clone() for x in self._out]
+
+
+OPERATIONS: Signatures[Operation] = Signatures()
+
+
+def _computed(plan_of: Callable[..., tuple[Plan, Callable[[], compute.Found]]], *given: Any) -> Sequence[Tensor]:
+    """What an operator gives, by kernels that are launched, or from a graph.
+
+    Args:
+        plan_of: of what the operator is given, the plan and what computes the results.
+        *given: the first one is a tensor of the device.
+    """
+
+    def launched(*given: Any) -> list[Tensor]:
+        plan, results = plan_of(*given)
+        # as compilers are told
+        return [x.contiguous() for x in filled(results(), plan.problem.scale)]
+
+    call = Call(given, {}, grad=False) if given[0].is_cuda else None
+    if call is None or not call.known:
+        return launched(*given)
+    make = lambda where, pool: Operation(where, pool, call, launched)  # noqa: E731
+    graph = graphs_of(OPERATIONS, plan_of, call, lambda: plan_of(*given)[0], make)
+    return launched(*given) if graph is None else graph.results(call.tensors)
+
+
+def _to_loss(
+    rows: Tensor, columns: Sequence[Tensor], scale: Tensor, bias: Any, vectors: Any, kind: str, *others: Any
+) -> tuple[Plan, Callable[[], compute.Found]]:
+    *settings, wants = others
+    plan = _plan(rows, columns, scale, bias, vectors, (kind, *settings))
+    if kind == "sigmoid":
+        return plan, lambda: compute.loss(plan, local.Wanted.of(wants) if any(wants) else None)
+    return plan, lambda: compute.loss(plan)[: 1 + LSES]
+
+
+def _to_gradients(
+    upstream: Tensor, state: Sequence[Tensor], rows: Tensor, columns: Any, scale: Tensor, vectors: Any, *others: Any
+) -> tuple[Plan, Callable[[], compute.Found]]:
+    *settings, wants = others
+    plan = _plan(rows, columns, scale, None, vectors, settings)
+    return plan, lambda: compute.gradients(plan, restored(state), upstream, local.Wanted.of(wants))
+
+
 @torch.library.custom_op("contrastile::loss", mutates_args=(), schema=_LOSS)
-def loss(rows: Tensor, columns: Sequence[Tensor], scale: Tensor, *others: Any) -> tuple[Tensor, list[Tensor]]:
+def loss(*given: Any) -> tuple[Tensor, list[Tensor]]:
     """The loss and what its gradients need: ``LSES``, or of a sigmoid loss the sums of those that are wanted.
 
-    Nothing is kept: how much that is depends on the GPU, and a graph must know every size. Nor is anything replayed:
-    what calls it may have graphs and memory pools of its own.
+    Nothing is kept: how much that is depends on the GPU, and a compiler must know every size.
     """
-    bias, vectors, kind, *settings, wants = others
-    plan = _plan(rows, columns, scale, bias, vectors, (kind, *settings))
-    sums = kind == "sigmoid" and any(wants)
-    value, *state = filled(compute.loss(plan, local.Wanted.of(wants) if sums else None), scale)
-    return value, state[:LSES] if kind != "sigmoid" else state
+    value, *state = _computed(_to_loss, *given)
+    return value, state
 
 
 @torch.library.custom_op("contrastile::gradients", mutates_args=(), schema=_GRADIENTS)
-def gradients(
-    upstream: Tensor, state: Sequence[Tensor], rows: Tensor, columns: Sequence[Tensor], scale: Tensor, *others: Any
-) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+def gradients(*given: Any) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     """Gradients of ``upstream * loss`` for the rows, each column block, the scale and the bias."""
-    vectors, *settings, wants = others
-    plan = _plan(rows, columns, scale, None, vectors, settings)
-    found = compute.gradients(plan, restored(state), upstream, local.Wanted.of(wants))
-    d_rows, d_scale, d_bias, *d_columns = filled(found, scale)
+    d_rows, d_scale, d_bias, *d_columns = _computed(_to_gradients, *given)
     return d_rows, d_columns, d_scale, d_bias
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from contrastile import compute
 from contrastile.autograd import functions, steps
-from contrastile.autograd.steps import Call
+from contrastile.autograd.arguments import Call
 from contrastile.backends import eager
 from contrastile.backends.replay import is_plain
 from contrastile.backends.settings import KEEP

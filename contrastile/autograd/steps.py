@@ -10,9 +10,7 @@ hold the messages too, and all ranks replay a step, or none does.
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,77 +21,14 @@ from torch import Tensor
 
 from contrastile import compute
 from contrastile.autograd import functions, operators
+from contrastile.autograd.arguments import Call, graphs_of, surroundings
 from contrastile.backends.arrays import library_of, transfer
 from contrastile.backends.objectives import STATISTICS
-from contrastile.backends.replay import Captured, Pool, Signatures, Where, can_capture, may_be_captured, record
-from contrastile.backends.settings import FEATURES, VARIABLES
-from contrastile.backends.torch.products import product_rounding
+from contrastile.backends.replay import Captured, Pool, Signatures, Where, can_capture, record
 from contrastile.comm.calls import Label
 from contrastile.comm.communicator import Communicator
 from contrastile.plan import Plan
 from contrastile.schedules import scalars, sums
-
-_TENSORS = (Tensor, torch.nn.Parameter)
-_NUMBERS = (int, float, bool)
-
-
-class Call:
-    """The arguments of a call of a loss: numbers, texts, None, plain tensors, or sequences of these.
-
-    Attributes:
-        tensors: the tensors among the arguments, in their order.
-        numbers: the numbers among them.
-        kinds: the arguments' part of the signature.
-        known: False where some argument is of another kind, and ``kinds`` does not say it all.
-    """
-
-    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], grad: bool) -> None:
-        self.args, self.kwargs, self.grad = args, kwargs, grad
-        self.tensors: list[Tensor] = []
-        self.numbers: list[float] = []
-        self.kinds: list[Hashable] = [grad, *kwargs]
-        # numbers by name say which loss it is, and are no arguments of one
-        self.known = self._take(args) and self._take(kwargs.values(), options=True)
-
-    def _take(self, given: Iterable[Any], *, options: bool = False) -> bool:
-        kinds = self.kinds
-        for x in given:
-            kind: Any = type(x)
-            if x is None or kind is str:
-                kinds.append(x)
-            elif kind in _TENSORS:
-                if x.is_nested or x.is_neg():
-                    return False
-                self.tensors.append(x)
-                kinds.append((x.dtype, x.layout, x.shape, x.device, x.requires_grad))
-            elif kind in _NUMBERS:
-                kinds.append((kind, x) if options else kind)
-                self.numbers.append(x)
-            elif kind not in (list, tuple) or not self._take(x):
-                return False
-            else:
-                kinds.append(len(x))
-        return True
-
-    def device(self) -> int | None:
-        """The current GPU if all tensors are on it and small enough to be replayed, else None."""
-        tensors = self.tensors
-        if sum(x.numel() for x in tensors) > FEATURES:
-            return None
-        device = torch.cuda.current_device()
-        return device if all(x.get_device() == device for x in tensors) else None
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments, with other tensors."""
-        each = iter(tensors)
-        return [_put(x, each) for x in self.args], {name: _put(x, each) for name, x in self.kwargs.items()}
-
-
-def _put(x: Any, tensors: Iterator[Tensor]) -> Any:
-    """An argument with its tensors replaced by the next ones."""
-    if type(x) in _TENSORS:
-        return next(tensors)
-    return [_put(y, tensors) for y in x] if type(x) in (list, tuple) else x
 
 
 class Step(Captured):
@@ -120,13 +55,11 @@ class Step(Captured):
         launch: Callable[[Sequence[Tensor]], Tensor],
         replay: Callable[[Any, Tensor], None] = lambda graph, _: graph.replay(),
     ) -> None:
-        super().__init__(where, pool)
+        super().__init__(where, pool, tensors)
         self._replay, self._wants = replay, wants
         # the loss whose gradients the second graph gives, and the replay that computed it
         self._latest = self._left = 0
-        places = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
-        self._places = places
-        self._copy(tensors)
+        places = self.places
         for place, want in zip(places, wants, strict=True):
             place.requires_grad_(want)
         wanted = [x for x in places if x.requires_grad]
@@ -152,10 +85,6 @@ class Step(Captured):
         self._forward, self._backward, self._place = graphs[0], graphs[-1], pool.add()
         (self._value,), self._out = found[0], found[-1]
 
-    def _copy(self, tensors: Sequence[Tensor]) -> None:
-        for place, x in zip(self._places, tensors, strict=True):
-            place.copy_(x.detach())
-
     def loss(self, tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
         """The loss of these tensors, and the number of the replay that gave it."""
         with self.pool.lock:
@@ -163,7 +92,7 @@ class Step(Captured):
             return self._value.clone(), self._latest
 
     def _replayed(self, tensors: Sequence[Tensor]) -> int:
-        self._copy(tensors)
+        self.copy(tensors)
         self._replay(self._forward, tensors[0])
         self.replays += 1
         self._left = self.pool.replayed(self._place)
@@ -237,10 +166,6 @@ class ReplayedGradients(functions.Gradients):
 class Steps(Signatures[Step]):
     """The steps of this process."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._capturing = threading.Lock()
-
     def loss(
         self, what: Hashable, call: Call, make: Callable[..., tuple[Plan, Any]], launch: Callable[..., Tensor]
     ) -> Tensor | None:
@@ -252,27 +177,11 @@ class Steps(Signatures[Step]):
             make: gives the plan, first of what it gives, of a loss's ``args`` and ``kwargs``.
             launch: gives the loss of such ``args`` and ``kwargs``.
         """
-        device, tensors = call.device() if may_be_captured() else None, call.tensors
-        if device is None:
-            return None
-        where, *_ = around = _around(device)
-        key = what, around, *call.numbers, *call.kinds
-        try:
-            hash(key)
-        except TypeError:  # of a setting that is a list, say
-            return None
+        tensors = call.tensors
         wants = [call.grad and x.requires_grad for x in tensors]
-
-        step, due = self.find(key)
-        if due and self._capturing.acquire(blocking=False):
-            try:
-                if compute.may_be_replayed(make(call.args, call.kwargs)[0]):
-                    again = lambda places: launch(*call.with_tensors(places))  # noqa: E731
-                    step = self.capture(key, where, lambda pool: Step(where, pool, tensors, wants, again))
-                else:
-                    self.refuse(key)
-            finally:
-                self._capturing.release()
+        again = lambda places: launch(*call.with_tensors(places))  # noqa: E731
+        plan = lambda: make(call.args, call.kwargs)[0]  # noqa: E731
+        step = graphs_of(self, what, call, plan, lambda where, pool: Step(where, pool, tensors, wants, again))
         return None if step is None else _replayed(step, tensors, wants, grad=call.grad)
 
     def over_ranks(self, plan: Plan, *, grad: bool) -> Tensor:
@@ -294,7 +203,7 @@ class Steps(Signatures[Step]):
         tensors, at = [*each.values()], [place.get(name) for name in names]
         wants = [grad and name in own and x.requires_grad for name, x in each.items()]
         form = problem.kind, problem.match, problem.margin, problem.smoothing, problem.whole, plan.name, plan.options
-        around: tuple[Any, ...] = _around(rows.get_device()) if can_capture(rows) else ()
+        around: tuple[Any, ...] = surroundings(rows.get_device()) if can_capture(rows) else ()
         key = form, replace(placement, call=Label()), wanted, around, *at, *[(x.dtype, x.shape) for x in tensors]
         empty = replace(plan, problem=replace(problem, placement=replace(placement, agreed=True))).without_arrays()
 
@@ -302,7 +211,7 @@ class Steps(Signatures[Step]):
             return functions.eager_loss(empty.with_arrays([None if i is None else places[i] for i in at]), grad=grad)
 
         step, due = self.find(key) if around else (None, False)
-        due = due and self._capturing.acquire(blocking=False)
+        due = due and self.capturing.acquire(blocking=False)
         try:
             least = _agreed(ranks, 2 if step is not None else due)
             if least == 1:
@@ -320,7 +229,7 @@ class Steps(Signatures[Step]):
                     self.refuse(key)
         finally:
             if due:
-                self._capturing.release()
+                self.capturing.release()
         if step is None or least < 2:
             return functions.eager_loss(plan, grad=grad)
         sends = placement.exchange != "replicate" or problem.kind == STATISTICS
@@ -335,13 +244,6 @@ def _agreed(ranks: Communicator, state: int) -> int:
     import numpy as np
 
     return int(ranks.agree(np.array([state])).min())
-
-
-def _around(device: int) -> tuple[Any, ...]:
-    """Where a step of this device is replayed (``Where``), and all else but its arguments that it depends on."""
-    where = device, torch._C._cuda_getCurrentRawStream(device)
-    cast_to = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    return where, cast_to, product_rounding("cuda"), *map(os.environ.get, VARIABLES)
 
 
 def _replayed(step: Step, tensors: Sequence[Tensor], wants: Sequence[bool], *begin: Any, grad: bool) -> Tensor:

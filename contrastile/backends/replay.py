@@ -150,11 +150,19 @@ class Captured:
     Attributes:
         where: the device and the stream on which it is replayed.
         pool: their memory.
+        places: where they read the tensors of a call; at first those of the call that is captured.
         replays: how many there were.
     """
 
-    def __init__(self, where: Where, pool: Pool) -> None:
+    def __init__(self, where: Where, pool: Pool, tensors: Tensors) -> None:
         self.where, self.pool, self.replays = where, pool, 0
+        self.places = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+        self.copy(tensors)
+
+    def copy(self, tensors: Tensors) -> None:
+        """Fill the places."""
+        for place, x in zip(self.places, tensors, strict=True):
+            place.copy_(x.detach())
 
 
 C = TypeVar("C", bound=Captured)
@@ -164,9 +172,12 @@ class Signatures(Generic[C]):
     """The call signatures that have been seen.
 
     Attributes:
+        capturing: held while anything is captured: graphs of one stream are captured on one other.
         seen: how often each was called before it was captured; None where a capture failed or did not pay.
         captured: by call signature, the most recently used last.
     """
+
+    capturing = threading.Lock()
 
     def __init__(self) -> None:
         self.seen: dict[Hashable, int | None] = {}

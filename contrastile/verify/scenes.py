@@ -228,6 +228,22 @@ def steps_from_graphs(*features: Tensor) -> bool:
     return right
 
 
+def operator_from_graphs(*features: Tensor) -> bool:
+    """What an operator gives from its graph, which stays what it is in later calls."""
+    from contrastile.autograd import operators
+    from contrastile.autograd.arguments import Call
+    from contrastile.backends.replay import Pool
+
+    def launch(x: Tensor, y: Tensor) -> list[Tensor]:
+        return [x @ y.T, x.sum()]
+
+    calls = [Call(pair, {}, grad=False) for pair in permutations(features, 2)]
+    with mock.patch.object(operators, "record", _Graphs().record):
+        graph = operators.Operation((0, 0), Pool(), calls[0], launch)
+    found = [graph.results(call.tensors) for call in calls]
+    return all(all(map(torch.equal, each, launch(*call.args))) for call, each in zip(calls, found, strict=True))
+
+
 def reductions(module: nn.Module, step: Callable[[Any], Any], **settings: Any) -> int:
     """How many buckets DDP reduces in a step of this module, in a world of one."""
     reduced: list[Any] = []

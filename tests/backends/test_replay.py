@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import contrastile
-from contrastile.autograd import steps
+from contrastile.autograd import arguments, steps
 from contrastile.backends import settings
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.schedules.placement import SCHEDULES
@@ -93,7 +93,7 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> steps.Steps:
     monkeypatch.setattr(InProcess, "captures", True)
     monkeypatch.setattr(steps, "STEPS", found := steps.Steps())
     # ranks of one process capture at once
-    monkeypatch.setattr(found, "_capturing", Mock(acquire=Mock(return_value=True)))
+    monkeypatch.setattr(found, "capturing", Mock(acquire=Mock(return_value=True)))
     return found
 
 
@@ -150,7 +150,7 @@ def test_what_differs_is_another_step(other: str, eager_graphs: steps.Steps, mon
         if other == "stream":
             monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 8)
         elif other == "tf32":
-            monkeypatch.setattr(steps, "product_rounding", lambda device: 2.0**-10)
+            monkeypatch.setattr(arguments, "product_rounding", lambda device: 2.0**-10)
         elif other in settings.VARIABLES:
             monkeypatch.setenv(other, "3")
         for seed in range(BEFORE):

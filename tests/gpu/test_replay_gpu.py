@@ -9,6 +9,7 @@ import pytest
 from capturing import captured, stepped, unit_features
 
 import contrastile
+from contrastile.autograd.operators import OPERATIONS
 from contrastile.autograd.steps import STEPS, Steps
 from contrastile.backends import replay, settings
 from contrastile.backends.registry import available
@@ -35,8 +36,9 @@ step = partial(stepped, upstream=-2.5)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Steps:
     """None of other tests, and what is asked for is made."""
     monkeypatch.delenv(settings.GRAPHS, raising=False)
-    for held in (STEPS.captured, STEPS.seen):
-        held.clear()
+    for held in (STEPS, OPERATIONS):
+        held.captured.clear()
+        held.seen.clear()
     return STEPS
 
 
@@ -71,6 +73,25 @@ def test_who_captures_or_infers_is_left_alone(backend: str, graphs: Steps) -> No
         values = [loss(*given) for _ in range(TIMES)]
     assert all(torch.equal(x, expected[0]) for x in values)
     assert not graphs.captured
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_calls_are_two_graphs_or_parts_of_the_compilers(
+    backend: str, mode: str, graphs: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    loss = partial(contrastile.clip_loss, backend=backend)
+    compiled = torch.compile(lambda *given: loss(*given), fullgraph=True, dynamic=False, mode=mode)
+    given = [leaves(seed) for seed in range(TIMES)]
+    with monkeypatch.context() as patch:
+        patch.setenv(settings.GRAPHS, "0")
+        expected = [step(loss, each) for each in given]
+    for each, values in zip(given, expected, strict=True):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert all(map(torch.equal, step(compiled, each), values))
+    assert not graphs.captured
+    assert len(OPERATIONS.captured) == (2 if mode == "default" else 0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -114,7 +114,7 @@ def functional(loss: Target, settings: dict[str, Any]) -> Target:
 
 
 def dispatched(loss: Target, settings: dict[str, Any]) -> Target:
-    """Under a mode that must see operators, which give tensors of the shapes and dtypes that a tracer is told."""
+    """Under a mode that must see operators, whose results have the shapes, strides and dtypes that a tracer is told."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from contrastile.autograd import operators
@@ -122,7 +122,7 @@ def dispatched(loss: Target, settings: dict[str, Any]) -> Target:
     seen: list[str] = []
 
     def kinds(found: Any) -> list[Any]:
-        return [(x.shape, x.dtype) if hasattr(x, "shape") else kinds(x) for x in found]
+        return [(x.shape, x.stride(), x.dtype) if hasattr(x, "shape") else kinds(x) for x in found]
 
     class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         @classmethod
