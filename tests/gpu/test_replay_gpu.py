@@ -75,6 +75,7 @@ def test_who_captures_or_infers_is_left_alone(backend: str, graphs: Steps) -> No
     assert not graphs.captured
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's compiler imports what torch has deprecated
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_calls_are_two_graphs_or_parts_of_the_compilers(
