@@ -32,6 +32,7 @@ from contrastile.backends.triton import (
     backward,
     forward,
     forward_pass,
+    guide,
     launch,
     parts,
     positives,
@@ -46,7 +47,7 @@ from contrastile.backends.triton.forward_pass import lse
 from contrastile.backends.triton.sigmoid_pass import sigmoid_loss
 
 ARCHITECTURES = (80, 90, 100)
-MODULES = (backward, forward, parts, positives, precheck, products, search, sigmoid, sums)
+MODULES = (backward, forward, guide, parts, positives, precheck, products, search, sigmoid, sums)
 VARIANTS = (("float16", "ieee"), ("bfloat16", "ieee"), ("float32", "tf32"), ("float32", "split"))
 """Dtypes of features, each with a precision that the backend has on a GPU."""
 
@@ -59,7 +60,8 @@ def compiling(architecture: int) -> Iterator[list[tuple[str, dict[str, Any], Any
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        found.append((self.__name__, kwargs, kernel))
+        marks = dict(zip(self.arg_names, args, strict=False)).get("marks")
+        found.append((self.__name__, kwargs if marks is None else kwargs | {"MARKS": True}, kernel))
         return kernel
 
     for kernel in (getattr(x, "function", x) for module in MODULES for x in vars(module).values()):
@@ -92,8 +94,8 @@ def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
         Pairs(excluded=index, row_ids=index, column_ids=index, match="target"),
         Pairs(positives=index, row_limits=torch.ones(300), column_limits=torch.ones(300)),
     ]
-    guide = torch.ones(300, 384, dtype=kind)
-    every += [replace(every[-1], row_guide=guide, column_guide=guide), replace(every[2], rising=True)]
+    of_guide = torch.ones(300, 384, dtype=kind)
+    every += [replace(every[-1], row_guide=of_guide, column_guide=of_guide), replace(every[2], rising=True)]
     vector, scalar = torch.ones(300), torch.tensor(1.0)
     arrays = TritonArrays()
     wide = vector.double()
@@ -141,7 +143,6 @@ def resources(architecture: int, dtype: str, plain: bool = False, precision: str
         )
         variant = (dtype if precision == "ieee" else f"{dtype}/{precision}") + flags
         warps = kernel.metadata.num_warps
-        # with a guide there are others
         if (name, variant, warps) not in table:
             registers, local = _usage(kernel.asm["cubin"])
             row = {"kernel": name, "variant": variant, "architecture": architecture, "registers": registers}

@@ -73,7 +73,9 @@ def chunks(m: int, n: int, height: int, width: int, start: int = 0) -> Iterator[
             yield Chunk(row, column, min(height, m - row), min(width, n - column))
 
 
-def forward_chunk(m: int, n: int, shape: tuple[int, int], options: Options, numbers: int, cluster: int = 1) -> Size:
+def forward_chunk(
+    m: int, n: int, shape: tuple[int, int], options: Options, numbers: int, cluster: int = 1, *, marks: bool = False
+) -> Size:
     """Rows and columns of a chunk of the forward pass: what its partial results may take bounds it.
 
     Args:
@@ -83,9 +85,12 @@ def forward_chunk(m: int, n: int, shape: tuple[int, int], options: Options, numb
         options: a tile that caps it.
         numbers: float32 numbers that a tile leaves of each row and column.
         cluster: tiles above one another that are computed together.
+        marks: half a byte of a pair is held besides, in half a workspace.
     """
     bm, bn = shape
     area = _PARTIALS_MIB * 2**20 // (4 * numbers) * bm * bn // (bm + bn)
+    if marks:
+        area = max(1, min(area, workspace_bytes(options)))
     return _capped(m, n, area, max(bm * cluster, bn), options)
 
 

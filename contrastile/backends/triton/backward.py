@@ -31,20 +31,21 @@ from contrastile.backends.triton.tiles import (
     WEIGHT,
     dots,
     halves,
+    marked,
     pairs,
     place,
     touched,
     within_limits,
 )
 
-_PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth", "guide_depth"]
+_PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth"]
 
 
 @kernel
 @triton.jit(do_not_specialize=_PLAIN)
 def gradient_tiles(
     rows, columns, g, middle, low, plan, row_vectors, column_vectors, excluded, row_ids, column_ids,
-    row_limits, column_limits, guide_rows, guide_columns, m, n, row0, column0, height, width, depth, guide_depth,
+    row_limits, column_limits, marks, m, n, row0, column0, height, width, depth,
     TWO_SIDED: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr, LIMITED: tl.constexpr, RAGGED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     PRECISION: tl.constexpr, DIVIDED: tl.constexpr,
@@ -54,7 +55,7 @@ def gradient_tiles(
     rows, columns: descriptors of the chunk's features. With middle, and low, G goes in parts to two, or three.
     Positives given by index are left to ``set_positives``, which needs O(m) work for all of them. Those given by ids
     (IDS = TARGET) are finished here, in the exact form where CERTAIN says that some row or column needs it: nothing
-    but accuracy depends on that. What lies outside the chunk is not written. guide_*: see ``lse_tiles``.
+    but accuracy depends on that. What lies outside the chunk is not written. marks: see ``lse_tiles``.
     """
     row_tiles, column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
     path = tl.load(plan + ALPHA), tl.load(plan + REFERENCE), tl.load(plan + FAST) != 0.0, tl.load(plan + CERTAIN) != 0.0
@@ -63,27 +64,33 @@ def gradient_tiles(
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
         acc = dots(rows, columns, r * BM, c * BN, depth, BM, BN, BK, PRECISION, DIVIDED)
-        guide = None
-        if guide_rows is not None:
-            guide = dots(guide_rows, guide_columns, r * BM, c * BN, guide_depth, BM, BN, BK, PRECISION, DIVIDED)
+        tile_marks = None if marks is None else marked(marks, r * BM, c * BN, BM, BN)
         given = to, path, vectors, masks, chunk
-        # part by part: fewer registers for the column vectors, a smaller staging buffer for the store
-        if PARTS == 1:
-            _epilogue(acc, guide, r * BM, c * BN, given, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
-        else:
-            left, right = halves(acc)
-            guide_left, guide_right = (None, None) if guide is None else halves(guide)
-            _epilogue(left, guide_left, r * BM, c * BN, given, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
-            half = c * BN + BN // 2
-            _epilogue(right, guide_right, r * BM, half, given, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
+        _parts(acc, tile_marks, r * BM, c * BN, given, BN // PARTS, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
+
+
+@triton.jit
+def _parts(
+    acc, marks, row, column, given, WIDE: tl.constexpr, TWO_SIDED: tl.constexpr, EXCLUDED: tl.constexpr,
+    IDS: tl.constexpr, LIMITED: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """``_epilogue`` part by part: fewer registers for the column vectors, a smaller staging buffer for the store."""
+    if acc.shape[1] > WIDE:
+        left, right = halves(acc)
+        left_marks, right_marks = (None, None) if marks is None else halves(marks)
+        _parts(left, left_marks, row, column, given, WIDE, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
+        middle = column + acc.shape[1] // 2
+        _parts(right, right_marks, row, middle, given, WIDE, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
+    else:
+        _epilogue(acc, marks, row, column, given, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
 
 
 @triton.jit
 def _epilogue(
-    acc, guide, row, column, given, TWO_SIDED: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr,
+    acc, marks, row, column, given, TWO_SIDED: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr,
     LIMITED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """G of a tile's part from its dots, and the guide's or None, stored at (row, column) of the chunk."""
+    """G of a tile's part from its dots, and its marks or None, stored at (row, column) of the chunk."""
     to, path, vectors, masks, chunk = given
     alpha, _reference, _fast, certain = path
     row_vectors, column_vectors, _row_limits, _column_limits = vectors
@@ -91,8 +98,8 @@ def _epilogue(
     i, j = row0 + row + tl.arange(0, acc.shape[0]), column0 + column + tl.arange(0, acc.shape[1])
     if not LIMITED:
         value = _admitted(acc, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
-    elif guide is not None:
-        value = _limited(acc, guide, None, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
+    elif marks is not None:
+        value = _limited(acc, marks, None, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
     else:
         value = _limited(acc, acc, alpha, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
     if EXCLUDED or IDS != NO_IDS:  # noqa: SIM102 (decided as it is compiled)

@@ -189,7 +189,7 @@ class _BackwardPass(BlockPass):
         config, masks = self.gradient, self.masks
         backward.gradient_tiles[grid(chunk.height, chunk.width, config, self.rows)](
             *walk.features(chunk), *walk.descriptors(g), self.plan, *self.vectors, *masks.spanned[1:],
-            *masks.limits, *self.guide_features(chunk, config), self.m, self.n, *chunk, **self.depths,
+            *masks.limits, self.marks(chunk, config), self.m, self.n, *chunk, self.depth,
             TWO_SIDED=self.two_sided, **masks.flags(), LIMITED=masks.limited, RAGGED=config.ragged(chunk),
             PARTS=config.parts, DIVIDED=self.scheme.divided, **config.named,
         )  # fmt: skip

@@ -81,10 +81,10 @@ _TABLE: dict[str, dict[str, dict[int, Config]]] = {
         "half": {80: Config(128, 64, 32, 4, 3, 2), 90: Config(128, 64, 64, 4, 3, 2)},
         "tf32": {80: Config(64, 64, 32, 4, 3, 2)},
     },
-    # a guide's dot products besides: two tiles in the registers
+    # a guide's marks besides, in the room of half of the buffer through which a tile of G is stored
     "guided": {
-        "half": {80: Config(128, 64, 32, 4, 3, 2), 90: Config(64, 128, 64, 4, 3, 2, group=16)},
-        "tf32": {80: Config(64, 64, 32, 4, 3, 2)},
+        "half": {80: Config(128, 64, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2, group=8, parts=4)},
+        "tf32": {80: Config(64, 64, 32, 4, 3, 2), 90: Config(128, 128, 32, 4, 3, 2, parts=4)},
     },
     # positives by ids: their sums and counts besides
     "matched": {

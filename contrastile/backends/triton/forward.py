@@ -32,6 +32,7 @@ from contrastile.backends.triton.tiles import (
     THRESHOLD,
     dots,
     halves,
+    marked,
     pairs,
     place,
     touched,
@@ -41,7 +42,7 @@ from contrastile.backends.triton.tiles import (
 )
 
 # 64-bit sizes would be compiled for every divisibility; these are not
-_PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth", "guide_depth"]
+_PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth"]
 
 SHARE = 4
 """Programs of ``touched_tiles`` for a tile row."""
@@ -59,7 +60,7 @@ def quantities(safe: bool, matched: bool) -> int:
 @triton.jit(do_not_specialize=_PLAIN)
 def lse_tiles(
     rows, columns, plan, status, diagonals, row_parts, column_parts, positives, excluded, row_ids, column_ids,
-    row_limits, column_limits, guide_rows, guide_columns, m, n, row0, column0, height, width, depth, guide_depth,
+    row_limits, column_limits, marks, m, n, row0, column0, height, width, depth,
     SAFE: tl.constexpr, COLUMNS: tl.constexpr, POSITIVES: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr,
     LIMITED: tl.constexpr, RAGGED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, PRECISION: tl.constexpr, DIVIDED: tl.constexpr,
@@ -67,8 +68,8 @@ def lse_tiles(
     """Partial statistics of one chunk: of a tile's rows to row_parts (.., tile columns, height), likewise for columns.
 
     rows, columns: descriptors of the chunk's features. m, n: of the whole block, in which the pairs are counted.
-    diagonals: the least and the largest j - i of the block's positives (i, j): no other tile holds one. guide_*: the
-    guide's features, whose dots are what limits are compared with; None for the logits.
+    diagonals: the least and the largest j - i of the block's positives (i, j): no other tile holds one. marks: of a
+    guide, whose limits they are; None where logits are compared with them.
 
     What a tile leaves of its negatives is the sum of E (fast), or the maximum x and the sum of 2^(X - x) (safe), for
     the sum of the two would be rounded at the size of a logit. With IDS = TARGET there follow, of the positives and on
@@ -86,8 +87,8 @@ def lse_tiles(
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
         _tile(
-            r, c, rows, columns, (row_parts, column_parts), given, depth, guide_rows, guide_columns, guide_depth, SAFE,
-            COLUMNS, POSITIVES, EXCLUDED, IDS, LIMITED, RAGGED, BM, BN, BK, PRECISION, DIVIDED,
+            r, c, rows, columns, (row_parts, column_parts), given, depth, marks, SAFE, COLUMNS, POSITIVES, EXCLUDED,
+            IDS, LIMITED, RAGGED, BM, BN, BK, PRECISION, DIVIDED,
         )  # fmt: skip
 
 
@@ -112,17 +113,16 @@ def touched_tiles(
         for c in tl.range(first + tl.program_id(1), end, tl.num_programs(1)):
             if touched(row0 + r * BM, column0 + c * BN, m, n, masks, BM, BN, False, EXCLUDED, TARGET):
                 _tile(
-                    r, c, rows, columns, (row_parts, column_parts), given, depth, None, None, 0, False, COLUMNS,
-                    False, EXCLUDED, TARGET, False, RAGGED, BM, BN, BK, PRECISION, False,
+                    r, c, rows, columns, (row_parts, column_parts), given, depth, None, False, COLUMNS, False,
+                    EXCLUDED, TARGET, False, RAGGED, BM, BN, BK, PRECISION, False,
                 )  # fmt: skip
 
 
 @triton.jit
 def _tile(
-    r, c, rows, columns, parts, given, depth, guide_rows, guide_columns, guide_depth, SAFE: tl.constexpr,
-    COLUMNS: tl.constexpr, POSITIVES: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr, LIMITED: tl.constexpr,
-    RAGGED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-    DIVIDED: tl.constexpr,
+    r, c, rows, columns, parts, given, depth, marks, SAFE: tl.constexpr, COLUMNS: tl.constexpr,
+    POSITIVES: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr, LIMITED: tl.constexpr, RAGGED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, DIVIDED: tl.constexpr,
 ):  # fmt: skip
     """One tile of X, and what it leaves."""
     path, masks, limits, chunk = given
@@ -131,13 +131,12 @@ def _tile(
     m, n, row0, column0, height, width = chunk
     row_tiles, column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
     EMPTY: tl.constexpr = float("-inf") if SAFE else 0.0
-    HALVED: tl.constexpr = (LIMITED or IDS == DROP) and not SAFE and IDS != TARGET and guide_rows is None
+    HALVED: tl.constexpr = (LIMITED or IDS == DROP) and not SAFE and IDS != TARGET
     row, column = r * BM, c * BN
     acc = dots(rows, columns, row, column, depth, BM, BN, BK, PRECISION, DIVIDED)
     compared, factor = acc, path[0]
-    if guide_rows is not None:
-        factor = None
-        compared = dots(guide_rows, guide_columns, row, column, guide_depth, BM, BN, BK, PRECISION, DIVIDED)
+    if marks is not None:
+        compared = marked(marks, row, column, BM, BN)
     i = row + tl.arange(0, BM)
     row_size, column_size = column_tiles.to(tl.int64) * height, row_tiles.to(tl.int64) * width
     row_to, column_to = row_parts + tl.cast(c, tl.int64) * height + i, column_parts + tl.cast(r, tl.int64) * width
@@ -154,9 +153,10 @@ def _tile(
     elif HALVED:
         # a tile of terms and one of logits, or of ids, are more than the registers hold
         left, right = halves(acc)
-        total = _sums(left, left, factor, row, column, given, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
+        of_left, of_right = (left, right) if marks is None else halves(compared)
+        total = _sums(left, of_left, factor, row, column, given, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
         column += BN // 2
-        total += _sums(right, right, factor, row, column, given, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
+        total += _sums(right, of_right, factor, row, column, given, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
         tl.store(row_to, total, mask=i < height)
     else:
         total = _sums(acc, compared, factor, row, column, given, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)

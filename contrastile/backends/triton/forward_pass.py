@@ -93,7 +93,7 @@ class _ForwardPass(BlockPass):
         matched = "matched" if masks.pairs.excluded is None else "matched, excluding"
         config = self.config("lse" if apart else {"drop": "masked", "target": matched, None: "lse"}[masks.pairs.of_ids])
         quantities = forward.quantities(safe, self.masks.ids_only)
-        height, width = forward_chunk(self.m, self.n, config.shape, self.options, quantities)
+        height, width = forward_chunk(self.m, self.n, config.shape, self.options, quantities, marks=bool(self.guide))
         row_tiles, column_tiles = ceil_div(height, config.bm), ceil_div(width, config.bn)
         sizes = column_tiles * height, row_tiles * width if self.two_sided else 0
         parts = self._partials(*(quantities * size for size in sizes))
@@ -135,14 +135,14 @@ class _ForwardPass(BlockPass):
             masks, flags = [None] * 4, {"EXCLUDED": False, "IDS": NO_IDS.value}
         forward.lse_tiles[grid(high, wide, config, self.rows)](
             *features, self.plan, self.status, self.diagonals, *parts, *masks, *self.masks.limits,
-            *self.guide_features(chunk, config), *block, **self.depths,
+            self.marks(chunk, config, self.status, safe=safe), *block, self.depth,
             SAFE=safe, COLUMNS=self.two_sided, POSITIVES=masks[0] is not None, **flags, LIMITED=self.masks.limited,
             RAGGED=ragged, DIVIDED=self.scheme.divided, **shape,
         )  # fmt: skip
         if apart:
             shape = {name: x for name, x in shape.items() if name != "GROUP"}
             forward.touched_tiles[(ceil_div(high, config.bm), forward.SHARE)](
-                *features, self.plan, self.status, *parts, *self.masks.spanned[1:], *block, self.depths["depth"],
+                *features, self.plan, self.status, *parts, *self.masks.spanned[1:], *block, self.depth,
                 COLUMNS=self.two_sided, EXCLUDED=self.masks.pairs.excluded is not None, RAGGED=ragged, LANES=LANES,
                 **shape,
             )  # fmt: skip

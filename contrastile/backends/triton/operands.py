@@ -15,11 +15,11 @@ import torch
 from contrastile.backends.contract import Block, Footprint, Options
 from contrastile.backends.crossing import dtype_name
 from contrastile.backends.passes import Chunk, backward_chunk, ceil_div, forward_chunk, lines, own_references
-from contrastile.backends.triton import parts, positives
+from contrastile.backends.triton import guide, parts, positives
 from contrastile.backends.triton.arrays import ARRAYS
 from contrastile.backends.triton.common import LINES, Masks, step
 from contrastile.backends.triton.configs import INTERPRETED, PAD, Config, tile_config
-from contrastile.backends.triton.launch import aligned, architecture, descriptor, workspace
+from contrastile.backends.triton.launch import aligned, architecture, descriptor, grid, workspace
 
 _FORWARD_VECTORS, _BACKWARD_VECTORS = 8, 20
 """Bytes of each row and column: a running sum in float64; scales of the epilogue, weights and G at the positives."""
@@ -165,7 +165,7 @@ class BlockPass:
         rows: (m, d) features, rows 16-byte aligned.
         columns: (n, d) likewise.
         guide: the rows' and the columns' features of the guide; none where there is no guide.
-        depths: arguments of the tile kernels, see ``Side``.
+        depth: see ``Side``.
         plan: (PLAN_SIZE,) float32, written by one kernel and read by later ones; allocated by the pass.
         exact: see ``passes.own_references``.
     """
@@ -179,7 +179,8 @@ class BlockPass:
         self.rows, self.columns = (side.x for side in self.sides)
         of_guide = block.pairs.row_guide, block.pairs.column_guide
         self.guide = [Side(x, self.scheme) for x in of_guide if x is not None]
-        self.depths = {"depth": self.sides[0].depth, "guide_depth": self.guide[0].depth if self.guide else 0}
+        self.depth = self.sides[0].depth
+        self._marks: Any = None
         self.m, self.n = self.rows.shape[0], self.columns.shape[0]
         self.masks = Masks(block)
         self.exact = own_references(dtype_name(self.rows.dtype))
@@ -187,13 +188,24 @@ class BlockPass:
     def config(self, kernel: str) -> Config:
         """The configuration of a kernel for this block."""
         scheme, width = self.scheme, self.rows.shape[1]
-        if self.guide and kernel in ("lse", "masked", "gradient"):
+        if self.guide and kernel in ("lse", "gradient"):
             kernel = "guided"
         return tile_config(kernel, scheme.dtype, architecture(self.rows), width, scheme.precision)
 
-    def guide_features(self, chunk: Chunk, config: Config) -> list[Any]:
-        """Descriptors of the guide's features of a chunk, None where there is no guide."""
-        return features_of(self.guide, chunk, config) if self.guide else [None, None]
+    def marks(self, chunk: Chunk, config: Config, status: Any = None, *, safe: bool = False) -> Any:
+        """The descriptor of a guide's marks of a chunk, until the next call; None where there is no guide."""
+        if not self.guide:
+            return None
+        high, wide = chunk.height, ceil_div(chunk.width, config.bn) * config.bn // 2
+        held = self._marks
+        if held is None or held.shape[0] < high or held.shape[1] < wide:
+            held = self._marks = workspace(high, wide, torch.int8, self.rows)
+        marks = descriptor(held[:high, :wide], (config.bm, config.bn // 2))
+        guide.mark_tiles[grid(chunk.height, chunk.width, config, self.rows)](
+            *features_of(self.guide, chunk, config), marks, status, *self.masks.limits, self.m, self.n, *chunk,
+            depth=self.guide[0].depth, SAFE=safe, DIVIDED=self.scheme.divided, **config.named,
+        )  # fmt: skip
+        return marks
 
     def positive_dots(self, logits: Any, sums: Any) -> None:
         """Each row's positive logit to logits and sums, (m,) float64; -inf and 0 where it has none."""

@@ -113,7 +113,7 @@ class _Search(BlockPass):
         with on_device(out):
             search_tiles[grid(self.m, self.n, self.tile, out)](
                 *features, bars, self.block.pairs.row_limits, *self.masks.spanned[2:], numbers, out, keys,
-                self.m, self.n, depth=self.depths["depth"], room=0 if keys is None else keys.shape[1],
+                self.m, self.n, depth=self.depth, room=0 if keys is None else keys.shape[1],
                 WHAT=what.value, IDS=self.masks.ids, PARTS=parts, RAGGED=self.n % self.tile.bn != 0, **self.tile.named,
             )  # fmt: skip
         return out

@@ -36,6 +36,10 @@ VECTORS, VECTORS_OF_IDS = 3, 8
 UNIT = tl.constexpr(16 if INTERPRETED else 64)
 """Elements of a vector of ids or indices whose least and largest are known together."""
 
+# what a guide marks: a pair beyond its row's limit, and beyond its column's
+OF_ROW = tl.constexpr(1)
+OF_COLUMN = tl.constexpr(2)
+
 # what equal ids mean to a kernel
 NO_IDS = tl.constexpr(0)
 DROP = tl.constexpr(1)
@@ -88,6 +92,16 @@ def halves(tile):
     BM: tl.constexpr = tile.shape[0]
     BN: tl.constexpr = tile.shape[1]
     return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def marked(marks, row, column, BM: tl.constexpr, BN: tl.constexpr):
+    """The marks of a tile, int8: OF_ROW and OF_COLUMN, of a pair beyond its row's and its column's limit.
+
+    A byte of the descriptor ``marks`` has those of a pair of the left half of a tile and of one of the right.
+    """
+    both = marks.load([row, column // 2])
+    return tl.reshape(tl.permute(tl.join(both, both >> 2), (0, 2, 1)), (BM, BN))
 
 
 @triton.jit
@@ -160,8 +174,10 @@ def touched_columns(row, m, n, masks, BM: tl.constexpr, EXCLUDED: tl.constexpr, 
 def beyond(acc, alpha, limits, i, length, AXIS: tl.constexpr):
     """Which dots have a logit beyond the limits at i, of ``length`` in all; AXIS is the one along which they repeat.
 
-    Not NaN, which must stay. With None for alpha the dots themselves are compared: those of a guide.
+    Not NaN, which must stay. With None for alpha the dots themselves are compared. Marks, given for dots, say so.
     """
+    if acc.dtype == tl.int8:
+        return (acc & (OF_ROW if AXIS == 1 else OF_COLUMN)) != 0
     most = tl.load(limits + i, mask=i < length, other=float("inf"))
     x = acc if alpha is None else rounded(acc, alpha)
     return x > tl.expand_dims(most, AXIS)
