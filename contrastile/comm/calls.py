@@ -165,9 +165,10 @@ def whereabouts(words: dict[int, str]) -> str:
     return f"{said}; {SAME_CALLS}"
 
 
-def held(texts: Sequence[str]) -> str:
-    """Each distinct text, with the ranks that hold it."""
-    each = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
+def held(texts: Sequence[str], global_ranks: Sequence[int]) -> str:
+    """Each distinct text, with the ranks that hold it; ``global_ranks`` as for ``compare``."""
+    every = list(zip(global_ranks, texts, strict=True))
+    each = {text: [rank for rank, other in every if other == text] for text in texts}
     return ", ".join(f"{text} on {named(ranks)}" for text, ranks in each.items())
 
 

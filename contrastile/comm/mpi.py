@@ -60,7 +60,7 @@ def _connect(comm: Any, given: float | None) -> PointToPoint:
     global_ranks = own.Get_group().Translate_ranks(list(range(size)), MPI.COMM_WORLD.Get_group())
     found = PointToPoint(rank, size, deadline, MPIChannel(own), nccl.channel, global_ranks)
     try:
-        found.meet(met(found.tell, error))
+        found.meet(met(found.tell, error, global_ranks))
     except MismatchError:
         # on every rank: freeing is collective
         own.Free()

@@ -187,14 +187,14 @@ def host_name() -> str:
     return f"{socket.gethostname()} {boot.read_text(encoding='ascii').strip() if boot.exists() else ''}"
 
 
-def met(tell: Callable[[str], Sequence[str]], error: str) -> Hosts:
+def met(tell: Callable[[str], Sequence[str]], error: str, global_ranks: Sequence[int]) -> Hosts:
     """The ranks of each host, from what all ranks tell each other while they connect.
 
     Raises:
         MismatchError: some rank has told of an error; the same on every rank.
     """
     told = [json.loads(text) for text in tell(json.dumps([error, host_name()]))]
-    for rank, (text, _) in enumerate(told):
+    for rank, (text, _) in zip(global_ranks, told, strict=True):
         if text:
             raise MismatchError(f"rank {rank}: {text}")
     return hosts_of([name for _, name in told])

@@ -84,7 +84,7 @@ def _connect(group: Any, given: float | None) -> PointToPoint:
     try:
         store = _store(group.group_name, rank, deadline)
         # an engine that connects does not name the rank that is missing
-        hosts = met(lambda text: _told(store, "here", text, rank, ranks, deadline), error)
+        hosts = met(lambda text: _told(store, "here", text, rank, ranks, deadline), error, ranks)
     except dist.DistNetworkError as reason:
         raise ExchangeError(
             "the store of torch.distributed cannot be reached, got no answer: its process, which may be rank 0's, has "

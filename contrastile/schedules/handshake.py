@@ -287,7 +287,8 @@ class Handshake:
         assert self.communicator is not None
         # the ranks learn of a mismatch at different times, and hear of it now
         self.communicator.calls.unread.clear()
-        raise MismatchError(_difference([json.loads(each) for each in self.communicator.tell(text)]))
+        told = [json.loads(each) for each in self.communicator.tell(text)]
+        raise MismatchError(_difference(told, self.communicator.global_ranks))
 
 
 @lru_cache(maxsize=64)
@@ -311,9 +312,9 @@ def _shards(sizes: bytes, ranks: int, needed: int) -> Shards:
     return shards
 
 
-def _difference(parts: list[dict[str, Any]]) -> str:
+def _difference(parts: list[dict[str, Any]], global_ranks: Sequence[int]) -> str:
     """The first thing in which the ranks differ, in words."""
-    for rank, part in enumerate(parts):
+    for rank, part in zip(global_ranks, parts, strict=True):
         if "mismatch" in part:
             return str(part["mismatch"])
         if "error" in part:
@@ -321,7 +322,8 @@ def _difference(parts: list[dict[str, Any]]) -> str:
     for name in dict.fromkeys(name for part in parts for name in part):
         values = [json.dumps(part.get(name)) for part in parts]
         if len(set(values)) > 1:
-            return f"{name} must be the same on every rank, got {calls.held(values)}; make the same call on every rank"
+            got = calls.held(values, global_ranks)
+            return f"{name} must be the same on every rank, got {got}; make the same call on every rank"
     return "the ranks differ in what they were asked to do; make the same call on every rank"
 
 

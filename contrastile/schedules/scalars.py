@@ -100,8 +100,9 @@ def check(communicator: Communicator) -> None:
         for name, values in found.items():
             # what is NaN everywhere is the caller's
             if not alike(values) and not (values != values).all():
+                got = calls.held([*map(str, values.tolist())], communicator.global_ranks)
                 raise MismatchError(
-                    f"{name} must be the same on every rank, got {calls.held([*map(str, values.tolist())])} in call "
-                    f"{label.serial} ({label.loss}), whose loss and gradients are NaN for that; start every rank from "
+                    f"{name} must be the same on every rank, got {got} in call {label.serial} "
+                    f"({label.loss}), whose loss and gradients are NaN for that; start every rank from "
                     f"one {name}, and average its gradient as DDP does"
                 )

@@ -93,7 +93,7 @@ def test_the_next_call_names_the_numbers_once_and_the_group_stays_usable() -> No
 
 
 def test_a_scale_that_is_nan_on_every_rank_is_no_mismatch() -> None:
-    (comm,) = InProcessGroup[InProcess](1).run(lambda comm: comm)
+    comm, _ = InProcessGroup[InProcess](2).run(lambda comm: comm)
 
     def held(*values: float) -> None:
         comm.calls.unread.append((Label(1, "forward", "clip_loss"), {"scale": lambda: np.array(values)}))
