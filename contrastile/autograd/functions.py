@@ -48,7 +48,8 @@ def tangents(tensors: Iterable[Tensor | None]) -> bool:
 def eager_loss(plan: Plan, *, grad: bool) -> Tensor:
     """The loss of an eager call; ``grad`` says whether a graph is recorded."""
     problem = plan.problem
-    given, wanted = asked(problem, grad=grad)
+    # in inference mode autograd saves nothing, also where gradients are on
+    given, wanted = asked(problem, grad=grad and not torch.is_inference_mode_enabled())
     value, *state = unrecorded(grad, compute.loss, plan, wanted)
     if wanted is None:
         return cast("Tensor", value)
