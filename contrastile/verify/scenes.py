@@ -297,15 +297,15 @@ def mpi_connection(met: Any) -> tuple[bool, str, int, int]:
     return right, said, own.Free.call_count, own.Set_errhandler.call_count
 
 
-def mpi_group() -> tuple[float, int, bool]:
-    """A connected group's deadline, where it is given another; how often it is closed as it is freed; if it is kept."""
-    of, found = _names("comm/mpi.py", mpi4py=mock.MagicMock()), mock.Mock()
-    of["MPI"].Intracomm = mock.Mock
+def mpi_group() -> tuple[float, int, bool, str]:
+    """A connected group's deadline, given another; how often it is closed when freed; if it is kept; a freed one."""
+    of, found, null = _names("comm/mpi.py", mpi4py=mock.MagicMock()), mock.Mock(), mock.Mock()
+    of["MPI"].configure_mock(Intracomm=mock.Mock, COMM_NULL=null)
     new = mock.Mock(Get_attr=lambda key: None, Get_rank=lambda: 0, Get_size=lambda: 1)
     kept = [of["of"](new)] == [x.args[1] for x in new.Set_attr.mock_calls]
     of["of"](mock.Mock(Get_attr=lambda key: found), 7.0)
     of["MPI"].Comm.Create_keyval.call_args.kwargs["delete_fn"](None, 0, found)
-    return found.deadline, found.close.call_count, kept
+    return found.deadline, found.close.call_count, kept, type(raised(of["of"], null)).__name__
 
 
 def mpi_unanswered() -> Any:
