@@ -1,4 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# pyright: reportGeneralTypeIssues=false
 """The backward kernels: G over a chunk of X, formed in float32, rounded once to the features' dtype.
 
 ``G_ij = [admitted] (u_i 2^(x_ij - L_i) + v_j 2^(x_ij - M_j)) - [positive] (u_i t_i + v_j t'_j)``, in powers of two.

@@ -1,4 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# pyright: reportGeneralTypeIssues=false
 """What a guide leaves out: its dot products are compared with its limits once for a chunk, and two bits of a pair kept.
 
 The kernels that follow read marks where they would compare logits: with a second tile of dots in their registers they
