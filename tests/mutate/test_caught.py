@@ -35,12 +35,12 @@ from contrastile.verify.worlds import Threads
 RECORD = Path(__file__).resolve().parents[2] / "docs" / "results" / "mutants.json"
 OF_A_PROCESS = (
     *("hangs", "exits-with-0", "leaves-with-0", "dies-by-a-signal", "prints", "all-but-32-rows-refused"),
-    *("scale-learns-with-the-rows", "tracer-not-told-of-sums", "relative-by-default", "fake-without-pairs"),
+    *("relative-by-default", "model-of-the-smallest-shard", "freed-group-taken"),
     *("later-deadline-ignored", "duplicate-not-freed", "mpi-ranks-of-the-group", "answered-and-blamed"),
     *("connected-each-time", "margin-strategy-passed-over"),
 )
-"""Caught by the process that started theirs, by the verdict on all rows, in code that torch has registered, in a
-default, which is no code of a function, or in a module that a check runs by its path."""
+"""Caught by the process that started theirs, by the verdict on all rows, in a default, which is no code of a function,
+in what an earlier call has kept, or in a module that a check runs by its path."""
 MUTANTS = [
     each
     for each in every()
@@ -94,9 +94,9 @@ def functions(code: CodeType, place: Any) -> Iterator[tuple[Any, CodeType]]:
 
 
 def bare(found: Any, name: str) -> Any:
-    """The function of this name in a property, a class method, or a decorator's wrapper."""
+    """The function of this name in a property, a class method, an operator, or a decorator's wrapper."""
     while getattr(found, "__code__", None) is None or found.__code__.co_name != name:
-        inside = (getattr(found, each, None) for each in ("__wrapped__", "__func__", "fget", "func"))
+        inside = (getattr(found, each, None) for each in ("__wrapped__", "__func__", "fget", "func", "_init_fn"))
         cells = (cell.cell_contents for cell in getattr(found, "__closure__", None) or ())
         found = next(each for each in (*inside, *cells) if callable(each))
     return found
