@@ -2,7 +2,7 @@
 
 ``functions`` are autograd functions over ``contrastile.compute``, for eager calls and for torch.func; ``operators`` are
 the same as ``torch.library`` operators, which compilers, tracers and modes can see.
-``steps`` are whole small steps from CUDA graphs.
+``steps`` are whole small steps from CUDA graphs, ``arguments`` tell which calls repeat.
 Saved for the backward: what the gradients read of the problem, and the state that the schedule leaves for them.
 
 Forward mode and gradients of gradients are not defined, and are refused by name.

@@ -3,7 +3,7 @@
 
 A call signature (shapes, dtypes, settings, stream) that repeats is captured, and replayed from then on: inputs are
 copied to where the graph reads them, outputs to the caller's memory. The kernels and their order are the same, and so
-are the bits. ``contrastile.autograd.steps`` does so for whole steps.
+are the bits. ``contrastile.autograd.steps`` does so for whole steps, ``operators`` for what a compiler calls.
 
 Graphs of one stream share the memory between their kernels (``Pool``); it stays reserved, as do the inputs and outputs
 of each graph: O(b d) bytes. At most ``MOST`` signatures are held, and CONTRASTILE_GRAPHS=0 has none captured.

@@ -27,6 +27,7 @@ from contrastile.backends.triton.tiles import (
     POSITIVE_TARGET,
     POSITIVE_WEIGHT,
     REFERENCE,
+    SIZES,
     TAKEN,
     TARGET,
     WEIGHT,
@@ -39,11 +40,9 @@ from contrastile.backends.triton.tiles import (
     within_limits,
 )
 
-_PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth"]
-
 
 @kernel
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit(do_not_specialize=SIZES)
 def gradient_tiles(
     rows, columns, g, middle, low, plan, row_vectors, column_vectors, excluded, row_ids, column_ids,
     row_limits, column_limits, marks, m, n, row0, column0, height, width, depth,
@@ -99,10 +98,9 @@ def _epilogue(
     i, j = row0 + row + tl.arange(0, acc.shape[0]), column0 + column + tl.arange(0, acc.shape[1])
     if not LIMITED:
         value = _admitted(acc, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
-    elif marks is not None:
-        value = _limited(acc, marks, None, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
     else:
-        value = _limited(acc, acc, alpha, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
+        compared = acc if marks is None else marks
+        value = _limited(acc, compared, alpha, path, vectors, i, j, m, n, TWO_SIDED, RAGGED)
     if EXCLUDED or IDS != NO_IDS:  # noqa: SIM102 (decided as it is compiled)
         if touched(row0 + row, column0 + column, m, n, masks, acc.shape[0], acc.shape[1], False, EXCLUDED, IDS):
             positive, admitted = pairs(i, j, m, n, masks, False, EXCLUDED, IDS)

@@ -28,6 +28,7 @@ from contrastile.backends.triton.tiles import (
     DROP,
     NO_IDS,
     REFERENCE,
+    SIZES,
     TARGET,
     THRESHOLD,
     dots,
@@ -40,9 +41,6 @@ from contrastile.backends.triton.tiles import (
     within,
     within_limits,
 )
-
-# 64-bit sizes would be compiled for every divisibility; these are not
-_PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth"]
 
 SHARE = 4
 """Programs of ``touched_tiles`` for a tile row."""
@@ -57,7 +55,7 @@ def quantities(safe: bool, matched: bool) -> int:
 
 
 @kernel
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit(do_not_specialize=SIZES)
 def lse_tiles(
     rows, columns, plan, status, diagonals, row_parts, column_parts, positives, excluded, row_ids, column_ids,
     row_limits, column_limits, marks, m, n, row0, column0, height, width, depth,
@@ -93,7 +91,7 @@ def lse_tiles(
 
 
 @kernel
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit(do_not_specialize=SIZES)
 def touched_tiles(
     rows, columns, plan, status, row_parts, column_parts, excluded, row_ids, column_ids, m, n, row0, column0, height,
     width, depth, COLUMNS: tl.constexpr, EXCLUDED: tl.constexpr, RAGGED: tl.constexpr, BM: tl.constexpr,
@@ -275,7 +273,7 @@ def _finite(top):
 
 @kernel
 @triton.jit(
-    do_not_specialize=[*_PLAIN, "row_tiles", "column_tiles", "first_row", "last_row", "first_column", "last_column"]
+    do_not_specialize=[*SIZES, "row_tiles", "column_tiles", "first_row", "last_row", "first_column", "last_column"]
 )
 def fold(
     row_parts, column_parts, row_state, column_state,

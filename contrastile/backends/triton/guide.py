@@ -2,8 +2,7 @@
 # pyright: reportGeneralTypeIssues=false
 """What a guide leaves out: its dot products are compared with its limits once for a chunk, and two bits of a pair kept.
 
-The kernels that follow read marks where they would compare logits: with a second tile of dots in their registers they
-take twice as long.
+The kernels that follow read marks where they would compare logits. Two tiles of dots are more than the registers hold.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ import triton
 import triton.language as tl
 
 from contrastile.backends.triton.kernel import kernel
-from contrastile.backends.triton.tiles import OF_COLUMN, OF_ROW, beyond, dots, halves, place
+from contrastile.backends.triton.tiles import OF_COLUMN, OF_ROW, SIZES, beyond, dots, halves, place
 
 
 @kernel
-@triton.jit(do_not_specialize=["m", "n", "row0", "column0", "height", "width", "depth"])
+@triton.jit(do_not_specialize=SIZES)
 def mark_tiles(
     rows, columns, marks, status, row_limits, column_limits, m, n, row0, column0, height, width, depth,
     SAFE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,

@@ -36,6 +36,9 @@ VECTORS, VECTORS_OF_IDS = 3, 8
 UNIT = tl.constexpr(16 if INTERPRETED else 64)
 """Elements of a vector of ids or indices whose least and largest are known together."""
 
+# of a block and a chunk: 64-bit sizes would be compiled for every divisibility; these are not
+SIZES = ["m", "n", "row0", "column0", "height", "width", "depth"]
+
 # what a guide marks: a pair beyond its row's limit, and beyond its column's
 OF_ROW = tl.constexpr(1)
 OF_COLUMN = tl.constexpr(2)
