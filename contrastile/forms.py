@@ -14,6 +14,9 @@ from contrastile.schedules.handshake import Handshake
 Guide = tuple[Array, Array]
 """The guide's features of the rows and of the columns; None twice where there is no guide."""
 
+# torch 2.6 cannot trace the look-up
+_LARGEST = sys.float_info.max
+
 
 class Threshold(NamedTuple):
     """By how much a negative's dot product may exceed the positive's; ``relative``: as a share of the positive's."""
@@ -40,8 +43,8 @@ def threshold_of(threshold: Any, threshold_is: Any, guide: Any = None) -> Thresh
     if threshold is None and guide is None:
         return None
     threshold = 0.0 if threshold is None else threshold
-    most = sys.float_info.max
-    return Threshold(validation.option("threshold", threshold, -most, most, "None"), threshold_is == "relative")
+    value = validation.option("threshold", threshold, -_LARGEST, _LARGEST, "None")
+    return Threshold(value, threshold_is == "relative")
 
 
 def limits_of(
@@ -125,10 +128,10 @@ def form_of(
         "kind": "inside" if inside else "softmax",
         "match": match,
         "smoothing": smoothing,
-        "margin": validation.option("margin", margin, -sys.float_info.max, sys.float_info.max) or None,
+        "margin": validation.option("margin", margin, -_LARGEST, _LARGEST) or None,
     }
     asked = {"ids_are": ids_are, "sum_positives": sum_positives, "weights": weights is not None, "threshold": limit}
-    asked |= {"label_smoothing": smoothing, "margin": form["margin"]}
+    asked.update(label_smoothing=smoothing, margin=form["margin"])
     # ranks that differ hear of what they ask for, not of defaults
     return form, {name: x for name, x in asked.items() if x not in (None, False, "false_negatives", "outside")}
 
@@ -186,7 +189,7 @@ def negatives_of(
         return found, None
     (deep,) = shapes.items()
     own = {} if share else {deep[0]: found.pop(deep[0])}
-    return found | own, deep
+    return {**found, **own}, deep
 
 
 def counts_of(check: Any, arrays: ArrayLibrary, rows: Array, deep: Deep | None, given: Array | None) -> Array:

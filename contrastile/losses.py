@@ -169,8 +169,7 @@ def clip_loss(
         RuntimeError: forward mode, ``torch.func.vmap`` or a second derivative, which are not defined.
     """
     options: Any = {"ids_are": ids_are, "sum_positives": sum_positives, "weights": weights, "margin": margin}
-    options |= {"label_smoothing": label_smoothing, "threshold": threshold, "threshold_is": threshold_is}
-    options["guide"] = guide
+    options.update(label_smoothing=label_smoothing, threshold=threshold, threshold_is=threshold_is, guide=guide)
     return evaluate(BUILDERS["clip_loss"], settings, image, text, scale, ids=ids, **options)
 
 
@@ -323,7 +322,7 @@ def sup_con(
             ``clip_loss``.
     """
     options: Any = {"sum_positives": sum_positives, "weights": weights, "margin": margin}
-    options |= {"keys": keys, "key_labels": key_labels}
+    options.update(keys=keys, key_labels=key_labels)
     return evaluate(BUILDERS["sup_con"], settings, features, labels, scale, **options)
 
 

@@ -127,11 +127,10 @@ def info_nce(
     form, agreed = form_of(row_ids, ids_are, sum_positives, label_smoothing, margin, limit, positives, weights, args[2])
     of_ids = ids_are == "positives"
     has: dict[str, Any] = {"ids": row_ids is not None, "positives": of_ids or positives is not None}
-    has |= {"smoothing": label_smoothing, "guide": guide is not None}
-    pair = {args[0]: query, args[1]: key}
+    has.update(smoothing=label_smoothing, guide=guide is not None)
     named, deep = negatives_of(negatives, negative_counts, share_negatives, in_batch, **has)
-    arrays, (rows, *columns) = check.features(world.alone, may_be_empty=named, **pair, **named)
-    m = rows.shape[0]
+    arrays, (rows, *others) = check.features(world.alone, may_be_empty=named, **{args[0]: query, args[1]: key}, **named)
+    columns, m = list(others), rows.shape[0]  # torch 2.6 traces the others as a tuple
     counts: Any = None if deep is None and in_batch else counts_of(check, arrays, rows, deep, negative_counts)
     own = columns.pop() if not share_negatives else None if in_batch else arrays.detached(rows[:0])
     n = sum(x.shape[0] for x in columns)
@@ -157,8 +156,9 @@ def info_nce(
         columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0] or getattr(x, "requires_grad", False)]
     has = {"positives": where is not None, "row_ids": rows_of is not None, "guide": _width(of_guide)}
     if own is not None:
-        wants = tuple(bool(getattr(x, "requires_grad", False)) for x in (*columns[: not in_batch], own))
-        has |= {"share_negatives": bool(share_negatives), "in_batch": bool(in_batch), "gradients of own columns": wants}
+        has.update(share_negatives=bool(share_negatives), in_batch=bool(in_batch))
+        wants = [bool(getattr(x, "requires_grad", False)) for x in (*columns[: not in_batch], own)]
+        has["gradients of own columns"] = tuple(wants)
     met = world.meet(arrays, rows, columns[not in_batch :], (scale, factor), loss="info_nce", **has, **agreed)
     u, weight, target, same = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
     plain = own is where is rows_of is None and not agreed and len(columns) == 1
@@ -254,9 +254,9 @@ def sup_con(
         if keys is None or key_labels is None:
             raise ValueError("keys and key_labels must be given together, got only one; give both, or neither")
         more: Any = {"row_ids": labels, "column_ids": key_labels, "ids_are": "positives", "weights": weights}
-        more |= {"sum_positives": sum_positives, "margin": margin, "args": ("features", "keys", "labels", "key_labels")}
-        found = info_nce(features, keys, scale, **more, world=world)
-        return replace(found, pull_back=lambda g: (found.pull_back(g)[0], g.scale))
+        named: Any = {"sum_positives": sum_positives, "args": ("features", "keys", "labels", "key_labels")}
+        found = info_nce(features, keys, scale, **more, **named, margin=margin, world=world)
+        return LossProblem(found.library, found.problem, lambda g: (found.pull_back(g)[0], g.scale))
     check = world.known or validation
     form, agreed = form_of(labels, "positives", sum_positives, margin=margin, weights=weights)
     arrays, (rows,) = check.features(world.alone, features=features)
@@ -365,13 +365,13 @@ def statistics(
     form, agreed = form_of(row_ids, ids_are, positives=positives)
     match = "target" if ids_are == "positives" else "drop"
     of_others = {"negatives": negatives, "column_ids": column_ids, "positives": positives}
-    of_others |= {"row_limits": row_limits, "column_limits": column_limits, "guide": guide}
+    of_others.update(row_limits=row_limits, column_limits=column_limits, guide=guide)
     for name, given in of_others.items():
         if itself and given is not None:
             raise ValueError(f"{name} must be None with columns=None, got one; give row_ids, or columns")
     if guide is not None and row_limits is column_limits is None:
         raise ValueError("guide must be None without limits, got one; give row_limits or column_limits, or both")
-    named = {} if itself else {"columns": columns} | negatives_of(negatives)[0]
+    named = {} if itself else {"columns": columns, **negatives_of(negatives)[0]}
     arrays, (rows, *blocks) = check.features(world.alone, may_be_empty=set(named) - {"columns"}, rows=rows, **named)
     m, n, state = rows.shape[0], sum(x.shape[0] for x in blocks), state_dtype(arrays.dtype(rows))
     factor = check.scalar("scale", scale, arrays, state, rows)
@@ -386,7 +386,7 @@ def statistics(
         check.paired("rows", rows, "columns", blocks[0], "give positives= to say which column is whose")
     of_guide = check.guide(guide, (m, n), arrays, rows)
     asked: dict[str, Any] = {"positives": where is not None, "ids": ids[0] is not None, "guide": _width(of_guide)}
-    asked |= {"limits": tuple(x is not None for x in limits), "rows against themselves": itself}
+    asked.update({"limits": tuple(x is not None for x in limits), "rows against themselves": itself})
     met = world.meet(arrays, rows, blocks or (rows,), (scale, factor), loss="statistics", **asked, **agreed)
     own = arrays.arange(met.start, met.start + m, rows)
     t, over = (arrays.full((size,), 1.0, state, rows) for size in (m, n))
