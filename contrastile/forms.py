@@ -130,10 +130,11 @@ def form_of(
         "smoothing": smoothing,
         "margin": validation.option("margin", margin, -_LARGEST, _LARGEST) or None,
     }
-    asked = {"ids_are": ids_are, "sum_positives": sum_positives, "weights": weights is not None, "threshold": limit}
+    asked = {"ids_are": ids_are, "sum_positives": sum_positives, "weights": weights is not None}
     asked.update(label_smoothing=smoothing, margin=form["margin"])
     # ranks that differ hear of what they ask for, not of defaults
-    return form, {name: x for name, x in asked.items() if x not in (None, False, "false_negatives", "outside")}
+    agreed = {name: x for name, x in asked.items() if x not in (None, False, "false_negatives", "outside")}
+    return form, agreed if limit is None else {**agreed, "threshold": limit}
 
 
 Deep = tuple[str, tuple[int, int, int]]
