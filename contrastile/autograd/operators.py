@@ -245,7 +245,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 
 def _backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     wants = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1], ctx.needs_input_grad[2], ctx.needs_input_grad[3]]
-    state, (rows, scale, _, *others) = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+    # once: checkpoints give them one time
+    saved = ctx.saved_tensors
+    state, (rows, scale, _, *others) = saved[: ctx.count], saved[ctx.count :]
     vectors, columns = others[: len(VECTORS)], others[len(VECTORS) :]
     if ctx.settings[0] == "sigmoid" and not state:
         raise RuntimeError(
