@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -138,7 +139,7 @@ def top_k(
         TypeError, ValueError, MismatchError, ExchangeError: see ``ranks``.
     """
     search = _Search(rows, columns, None, (None, None), group, tile, {"k": k}, {}, paired=False, progress=progress)
-    n = len(search.columns)
+    k, n = int(k), len(search.columns)
     if k > n:
         raise ValueError(f"k must be at most the number of columns, got {k} of {n}; ask for fewer")
     found = [search.nearest(low, where, k) for low, where in search.blocks()]
@@ -197,7 +198,7 @@ def mine_hard_negatives(
     bounds |= {"absolute_margin": absolute_margin or 0.0, "relative_margin": relative_margin or 0.0}
     ids = row_ids, column_ids
     search = _Search(rows, columns, positives, ids, group, tile, sizes, bounds, progress=progress)
-    found = []
+    k, range_min, found = int(k), int(range_min), []
 
     def limits(own: Tensor) -> Tensor:
         most = torch.full_like(own, max_score)
@@ -244,8 +245,8 @@ class _Search:
         # a group has one way to search
         world = Handshake.of(group, "auto" if group is None else "gather", "mean", backend="torch")
         world.build(self._meet, rows, columns, positives, ids, {"tile": side, **sizes}, bounds)
-        rows, k = self.rows, sum(sizes.values())
-        self._high = self._wide = side
+        rows, k = self.rows, sum(map(int, sizes.values()))
+        self._high = self._wide = side = int(side)
         if tile is None:
             # the more are found in a tile, the less of its time is its products'
             wide, entries = (WIDE, ENTRIES) if rows.is_cuda else (max(side, 128 * k), side * side)
@@ -460,6 +461,6 @@ def _fused(rows: Tensor, columns: Tensor, k: int) -> Search | None:
 
 
 def _at_least(name: str, number: Any, least: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+    if isinstance(number, bool) or not isinstance(number, Integral) or number < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}; try {max(least, 10)}")
-    return number
+    return int(number)

@@ -470,13 +470,11 @@ def _whole(name: str, x: Any, least: int = 0, of: str = " of MiB", example: int 
 
 
 def _tile(tile: Any) -> tuple[int, int] | None:
-    if isinstance(tile, Integral) and not isinstance(tile, int):
-        tile = int(tile)
     if tile is None:
         return None
-    sides = (tile, tile) if isinstance(tile, int) else tuple(tile) if isinstance(tile, (tuple, list)) else (None,)
-    if not all(isinstance(side, int) and not isinstance(side, bool) for side in sides):
+    sides = (tile, tile) if isinstance(tile, Integral) else tuple(tile) if isinstance(tile, (tuple, list)) else (None,)
+    if not all(isinstance(side, Integral) and not isinstance(side, bool) for side in sides):
         raise TypeError(f"tile must be an integer or (rows, columns), got {tile!r}; pass e.g. tile=512, or None")
     if len(sides) != 2 or min(sides) < 1:
         raise ValueError(f"tile must be (rows, columns), each at least 1, got {tile!r}; pass e.g. tile=512, or None")
-    return sides[0], sides[1]
+    return int(sides[0]), int(sides[1])
