@@ -28,10 +28,15 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command of these arguments, or of the process's own, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not {"", os.getcwd()} & set(sys.path):
-        # as python -m does, and a console script does not: "module:attribute" may be a file of the current directory
-        sys.path.insert(0, os.getcwd())
     name = f"contrastile {words[0] if words else ''}".rstrip()
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        print(f"{name}: the current directory must exist, got a deleted one; change to another", file=sys.stderr)
+        return 2
+    if not {"", here} & set(sys.path):
+        # as python -m does, and a console script does not: "module:attribute" may be a file of the current directory
+        sys.path.insert(0, here)
     if sys.stdout is None:
         print(f"{name}: the standard output must be open, got a closed one; send it to a file", file=sys.stderr)
         return 2

@@ -204,7 +204,8 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 @contextmanager
 def progress(*, shown: bool = True, lines: bool = False) -> Iterator[ProgressCallback]:
     """A progress bar on stderr that disappears when done; without a terminal, or rich, ``lines`` for each tenth."""
-    if not shown:
+    # a process without a console has no stderr
+    if not shown or sys.stderr is None:
         yield lambda done, total, what: None
         return
     if not _has_rich() or not sys.stderr.isatty():
