@@ -97,12 +97,12 @@ def cached_step(
     value, gradients, outside = replay.differentiate(loss, numbers)
     found = {"loss": value}
     if timed:
-        found["loss_seconds"] = torch.tensor(_clock() - start)
+        found["loss_seconds"] = _shown(_clock() - start)
     if "scale" in metrics:
         shown = [x.detach() for x in replay.outputs if x.ndim < 2] + numbers
         if not shown:
             raise ValueError("the metric 'scale' must have a scale to show, got none; give scale=, or leave it out")
-        found["scale"] = torch.as_tensor(shown[0]).detach().reshape(())
+        found["scale"] = _shown(shown[0])
     if "rank@1" in metrics:
         matrices = [x.detach() for x in replay.outputs if x.ndim == 2]
         if len(matrices) < 2:
@@ -110,6 +110,13 @@ def cached_step(
         found["rank@1"] = rank_at_1(matrices[0], matrices[1])
     replay.run(gradients, outside, backward=backward)
     return found if metrics else value
+
+
+def _shown(x: Any) -> Tensor:
+    """A number as a metric; torch's default dtype and device are of what the caller makes."""
+    return (
+        x.detach().reshape(()) if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float32, device="cpu")
+    )
 
 
 def _clock() -> float:
