@@ -348,8 +348,8 @@ class TorchArrays(ArrayLibrary):
         return (x.float() if x.dtype == self.module.bfloat16 else x).numpy()
 
     def from_numpy(self, x: Any) -> Array:
-        # torch takes no read-only memory and no steps backwards
-        x = x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy()
+        # torch takes no read-only memory, and no steps backwards or of part of a number, as of a record's field
+        x = x if x.flags.behaved and min(x.strides, default=0) >= 0 else x.copy()
         if str(x.dtype) == "bfloat16":
             # that of ml_dtypes, which torch does not know
             return self.module.from_numpy(x.view("i2")).view(self.module.bfloat16)
