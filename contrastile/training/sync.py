@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -20,36 +20,35 @@ def modules_of(*callables: Any) -> list[nn.Module]:
     """The modules that callables are, are bound to, or name, also in lists and dicts: methods, partials, closures."""
     found: dict[int, nn.Module] = {}
     seen: dict[int, int] = {}
-
-    def visit(x: Any, depth: int) -> None:
-        if seen.get(id(x), -1) >= depth:  # a shorter way leads further
-            return
-        seen[id(x)] = depth
-        if isinstance(x, nn.Module):
-            found[id(x)] = x
-        elif isinstance(x, functools.partial):
-            for each in (x.func, *x.args, *x.keywords.values()):
-                visit(each, depth)
-        elif inspect.ismethod(x):
-            visit(x.__self__, depth)
-            visit(x.__func__, depth)
-        elif inspect.isfunction(x):
-            with suppress(ValueError):  # a variable that has no value yet
-                names = inspect.getclosurevars(x)
-                for each in (*names.nonlocals.values(), *names.globals.values()):
-                    visit(each, depth - 1)
-        elif isinstance(x, dict | list | tuple | set):
-            # a table of data is no list of modules
-            for each in itertools.islice(x.values() if isinstance(x, dict) else x, 100):
-                visit(each, depth)
-        elif not inspect.isclass(x) and not inspect.ismodule(x) and hasattr(x, "__dict__"):
-            for each in vars(x).values():
-                if isinstance(each, nn.Module | dict | list | tuple):
-                    visit(each, depth - 1)
-
+    # a function within this one would hold itself, and the modules, until the garbage collector runs
     for each in callables:
-        visit(each, 3)
+        _visit(each, 3, found, seen)
     return list(found.values())
+
+
+def _visit(x: Any, depth: int, found: dict[int, nn.Module], seen: dict[int, int]) -> None:
+    """Add the modules of x to those found."""
+    if seen.get(id(x), -1) >= depth:  # a shorter way leads further
+        return
+    seen[id(x)] = depth
+    below: Iterable[Any] = ()
+    if isinstance(x, nn.Module):
+        found[id(x)] = x
+    elif isinstance(x, functools.partial):
+        below = (x.func, *x.args, *x.keywords.values())
+    elif inspect.ismethod(x):
+        below = (x.__self__, x.__func__)
+    elif inspect.isfunction(x):
+        with suppress(ValueError):  # a variable that has no value yet
+            names = inspect.getclosurevars(x)
+            depth, below = depth - 1, (*names.nonlocals.values(), *names.globals.values())
+    elif isinstance(x, dict | list | tuple | set):
+        # a table of data is no list of modules
+        below = itertools.islice(x.values() if isinstance(x, dict) else x, 100)
+    elif not inspect.isclass(x) and not inspect.ismodule(x) and hasattr(x, "__dict__"):
+        depth, below = depth - 1, (y for y in vars(x).values() if isinstance(y, nn.Module | dict | list | tuple))
+    for each in below:
+        _visit(each, depth, found, seen)
 
 
 class Reduction:
