@@ -68,8 +68,9 @@ def asked(problem: Problem, *, grad: bool) -> tuple[Sequence[Any], local.Wanted 
 
 def unrecorded(grad: bool, compute: Callable[..., Any], *args: Any) -> Any:
     """``compute(*args)`` without recording; ``grad`` says whether autograd records now."""
-    torch._C._set_grad_enabled(False)
     try:
+        # in here: Ctrl-C may come as soon as it returns
+        torch._C._set_grad_enabled(False)
         return compute(*args)
     finally:
         torch._C._set_grad_enabled(grad)
