@@ -114,9 +114,9 @@ def cached_step(
 
 def _shown(x: Any) -> Tensor:
     """A number as a metric; torch's default dtype and device are of what the caller makes."""
-    return (
-        x.detach().reshape(()) if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float32, device="cpu")
-    )
+    if isinstance(x, Tensor):
+        return x.detach().reshape(())
+    return torch.tensor(float(x), dtype=torch.float32, device="cpu")
 
 
 def _clock() -> float:
