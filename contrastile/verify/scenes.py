@@ -289,10 +289,11 @@ def mpi_messages(length: int) -> tuple[list[list[Any]], str, list[int], int]:
 
 def mpi_connection(met: Any) -> tuple[bool, str, int, int]:
     """Whether a connection is over a copy of the communicator, and what it raises, frees, and makes return errors."""
-    connect, own, made = _names("comm/mpi.py", mpi4py=mock.MagicMock())["_connect"], mock.Mock(), mock.Mock()
+    of, own, made = _names("comm/mpi.py", mpi4py=mock.MagicMock()), mock.Mock(), mock.Mock()
     comm = mock.Mock(Get_rank=lambda: 0, Get_size=lambda: 2, Idup=lambda: (own, mock.Mock()))
-    with mock.patch.dict(connect.__globals__, PointToPoint=made, met=mock.Mock(side_effect=met)):
-        said = type(raised(connect, comm, 5.0)).__name__
+    with mock.patch.dict(of["_connect"].__globals__, PointToPoint=made, met=mock.Mock(side_effect=met)):
+        said = type(raised(of["_connect"], comm, 5.0)).__name__
+    own.Get_group().Translate_ranks.assert_called_once_with([0, 1], of["MPI"].COMM_WORLD.Get_group())
     right = made.call_args.args[3].comm is own and made.call_args.args[-1] is own.Get_group().Translate_ranks()
     return right, said, own.Free.call_count, own.Set_errhandler.call_count
 

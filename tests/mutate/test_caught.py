@@ -37,7 +37,7 @@ OF_A_PROCESS = (
     *("hangs", "exits-with-0", "leaves-with-0", "dies-by-a-signal", "prints", "all-but-32-rows-refused"),
     *("relative-by-default", "model-of-the-smallest-shard", "freed-group-taken"),
     *("later-deadline-ignored", "duplicate-not-freed", "mpi-ranks-of-the-group", "answered-and-blamed"),
-    *("connected-each-time", "margin-strategy-passed-over"),
+    *("mpi-ranks-among-themselves", "connected-each-time", "margin-strategy-passed-over"),
 )
 """Caught by the process that started theirs, by the verdict on all rows, in a default, which is no code of a function,
 in what an earlier call has kept, or in a module that a check runs by its path."""
