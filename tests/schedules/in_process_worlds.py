@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from contrastile.backends.contract import Backend, Block
 from contrastile.backends.registry import load
-from contrastile.comm.inprocess import InProcess, InProcessGroup
+from contrastile.comm.inprocess import InProcess
 from contrastile.verify.wrapped import around
 
 
@@ -80,25 +79,6 @@ def recording() -> Backend:
 
 PRODUCTS = threading.local()
 RECORDING = recording()
-
-
-def errors(n: int, *calls: Callable[[Any], Any]) -> list[list[str]]:
-    """What each rank's calls raised, one after the other; "" where nothing. No feature may have moved by then."""
-
-    def program(comm: InProcess) -> list[str]:
-        found = []
-        for call in calls:
-            guarded = Counting(comm)
-            try:
-                call(guarded)
-            except Exception as error:
-                assert not guarded.count
-                found.append(f"{type(error).__name__}: {error}")
-            else:
-                found.append("")
-        return found
-
-    return InProcessGroup[list[str]](n).run(program)
 
 
 def measured(backend: Backend) -> tuple[Backend, list[int]]:
