@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
     show(run.results, quiet=args.quiet or not complete, complete=complete)
     if not complete:
         raise StoppedError(f"interrupted after {len(run.results)} of {len(mutants)} mutants")
-    return PASS if passed(run.results) else FAIL
+    return PASS if verdict(run.results) == "pass" else FAIL
 
 
 def _selected(args: argparse.Namespace, mutants: Sequence[Mutant]) -> list[Mutant]:
@@ -96,15 +96,13 @@ def _selected(args: argparse.Namespace, mutants: Sequence[Mutant]) -> list[Mutan
     return [mutant for mutant in mutants if mutant.component in components and mutant.name in names]
 
 
-def passed(results: Sequence[Result]) -> bool:
-    """Whether at least one mutant was caught, and every other that ran was caught or is equivalent."""
-    count = Counter(result.status for result in results)
-    return count["caught"] > 0 and not count["missed"] and not count["broken"]
-
-
 def verdict(results: Sequence[Result], *, complete: bool = True) -> str:
-    """What "pass" would hide: a run that was interrupted has not caught the others."""
-    return "fail" if not passed(results) else "pass" if complete else "interrupted"
+    """"pass": at least one mutant was caught, and every other that ran was caught or is equivalent."""
+    count = Counter(result.status for result in results)
+    if not count["caught"] or count["missed"] or count["broken"]:
+        return "fail"
+    # it has not caught the others
+    return "pass" if complete else "interrupted"
 
 
 def as_json(results: Sequence[Result], *, complete: bool = True) -> dict[str, Any]:
