@@ -8,7 +8,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -164,28 +163,6 @@ def test_one_graph_holds_the_cast_and_no_grad_gives_the_same_value(loss: Loss) -
         silent = inside(*inputs, scale)
     assert torch.equal(silent, expected[0])
     assert not silent.requires_grad
-
-
-@pytest.mark.parametrize("exchange", ["ring", "gather"])
-@pytest.mark.parametrize("loss", [clip, sigmoid], ids=["clip", "sigmoid"])
-def test_ranks_agree_on_the_dtype_that_autocast_gives_them(loss: Any, exchange: str) -> None:
-    names = {clip: contrastile.clip_loss, sigmoid: contrastile.sigmoid_loss}
-    dtypes = [torch.float32, torch.bfloat16]
-
-    def program(comm: InProcess, autocast: bool) -> list[Tensor]:
-        kind = dtypes[comm.rank] if autocast else torch.bfloat16
-        own = [
-            features(4, seed=seed, dtype=torch.float32).detach().to(kind).requires_grad_()
-            for seed in (comm.rank, comm.rank + 5)
-        ]
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            value = names[loss](*own, 20.0, group=comm, exchange=exchange)
-        return [value.detach(), *gradients(value, *own)]
-
-    found, narrow = (InProcessGroup[Any](2).run(partial(program, autocast=x)) for x in (True, False))
-    for each, expected, dtype in zip(found, narrow, dtypes, strict=True):
-        assert [x.dtype for x in each[1:]] == [dtype] * 2
-        same(each, expected)
 
 
 @pytest.fixture(autouse=True)
