@@ -97,7 +97,7 @@ def _selected(args: argparse.Namespace, mutants: Sequence[Mutant]) -> list[Mutan
 
 
 def verdict(results: Sequence[Result], *, complete: bool = True) -> str:
-    """"pass": at least one mutant was caught, and every other that ran was caught or is equivalent."""
+    """ "pass": at least one mutant was caught, and every other that ran was caught or is equivalent."""
     count = Counter(result.status for result in results)
     if not count["caught"] or count["missed"] or count["broken"]:
         return "fail"
