@@ -1,23 +1,16 @@
-"""Communicators of one process: from a group to its communicator, and what arrives.
-
-When ranks are at different calls, and when one does not answer: contrastile/verify/calls.txt.
-"""
+"""What fails of MPI and torch.distributed themselves; all else of connections: contrastile/verify/calls.txt."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 from launching import PATIENCE
-from primitives import BY_THREADS, waits_in_any_order
 
 from contrastile.comm import torch_group
 from contrastile.comm.calls import Conflict
 from contrastile.comm.communicator import ExchangeError
 from contrastile.comm.connect import connect
-from contrastile.comm.inprocess import InProcess, InProcessGroup
 
 
 def test_a_rank_that_comes_after_the_others_gave_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,15 +39,6 @@ def test_a_store_that_has_gone_is_an_error_within_the_deadline() -> None:
         dist.destroy_process_group()
 
 
-def test_an_mpi_communicator_that_is_none_is_refused() -> None:
-    from mpi4py import MPI
-
-    with pytest.raises(TypeError, match="MPI intracommunicator"):
-        connect(MPI.COMM_NULL)
-    assert connect(MPI.COMM_SELF).size == 1
-    assert connect(MPI.COMM_SELF) is connect(MPI.COMM_SELF)
-
-
 @pytest.mark.parametrize(
     ("sent", "expected", "words"),
     [(3, 8, "rank 0 sent 3 bytes where 8 were to come"), (8, 3, "rank 0 sent more bytes than were to come")],
@@ -71,29 +55,3 @@ def test_mpi_takes_no_message_of_another_length(sent: int, expected: int, words:
     with pytest.raises(Conflict, match=words):
         pending.wait()
     comm.Free()
-
-
-# where every message is late, ranks that wait in different orders wait for each other
-@pytest.mark.parametrize(
-    ("check", "late"),
-    [(check, late) for check in BY_THREADS for late in (False, True) if not (late and check is waits_in_any_order)],
-)
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
-def test_every_primitive_gives_what_it_must(n: int, check: Callable[[InProcess], None], late: bool) -> None:
-    InProcessGroup[None](n, late=late).run(check)
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["eager", "late"])
-def test_ranks_take_turns_in_the_same_way_every_time(late: bool) -> None:
-    def program(comm: InProcess) -> None:
-        log.append((comm.rank, 0))
-        comm.agree(np.array([1]))
-        log.append((comm.rank, 1))
-
-    logs = []
-    for _ in range(2):
-        log: list[tuple[int, int]] = []
-        InProcessGroup[None](4, late=late).run(program)
-        logs.append(log)
-    assert logs[0] == logs[1]
-    assert sorted(logs[0]) == [(rank, step) for rank in range(4) for step in range(2)]
