@@ -122,24 +122,6 @@ def same(found: list[Tensor], expected: list[Tensor]) -> None:
     assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_dtypes_that_differ_meet_in_autocast_s(loss: Loss) -> None:
-    image, text, scale = (
-        features(dtype=torch.float32),
-        features(seed=1, dtype=torch.bfloat16),
-        number(50.0, torch.float32),
-    )
-    if loss.__name__ != "sup_con":  # which is given one matrix, joined by the test
-        with pytest.raises(TypeError, match="must have the same dtype, got float32 and bfloat16"):
-            loss(image, text, scale)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        value = loss(image, text, scale)
-    narrow = [x.detach().bfloat16().requires_grad_() for x in (image, text)]
-    found = gradients(value, image, text, scale)
-    assert [x.dtype for x in found] == [torch.float32, torch.bfloat16, torch.float32]
-    same([value, *found], stepped(loss, *narrow, scale))
-
-
 @pytest.mark.usefixtures("primitives")
 @pytest.mark.parametrize("loss", [clip, sigmoid])
 def test_one_graph_holds_the_cast_and_no_grad_gives_the_same_value(loss: Loss) -> None:
