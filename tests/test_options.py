@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 import contrastile
-from contrastile.autograd.prepared import CALLS, MOST
+from contrastile.autograd.prepared import CALLS
 
 B, WIDTH = 23, 12
 draw = torch.Generator().manual_seed(0)
@@ -53,18 +52,3 @@ def test_calls_one_after_another_have_the_bits_of_a_first_call(compiled: bool, c
     # every backward pass after all forward passes: none may have the numbers of the last
     for (value, given), right in zip(pending, expected * 2, strict=True):
         assert all(map(torch.equal, [value, *torch.autograd.grad(value, given)], right))
-
-
-def test_few_signatures_are_held_and_threads_may_ask_at_once() -> None:
-    towers = [torch.randn(11, 7, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-
-    def ask(workspaces: int) -> list[Tensor]:
-        return [
-            contrastile.clip_loss(*(x[: 1 + i % 11] for x in towers), 1.0 + i, workspace=1 + i % workspaces)
-            for i in range(3 * MOST)
-        ]
-
-    expected = ask(1)
-    with ThreadPoolExecutor(4) as pool:
-        assert all(all(map(torch.equal, each, expected)) for each in pool.map(ask, [7] * 4))
-    assert len(CALLS.prepared) <= MOST
