@@ -97,7 +97,7 @@ def _selected(args: argparse.Namespace, mutants: Sequence[Mutant]) -> list[Mutan
 
 
 def verdict(results: Sequence[Result], *, complete: bool = True) -> str:
-    """ "pass": at least one mutant was caught, and every other that ran was caught or is equivalent."""
+    """The word for a run: it passes if at least one mutant was caught, and no other that ran is missed or broken."""
     count = Counter(result.status for result in results)
     if not count["caught"] or count["missed"] or count["broken"]:
         return "fail"
