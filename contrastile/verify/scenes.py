@@ -283,6 +283,8 @@ def mpi_messages(length: int) -> tuple[list[list[Any]], str, list[int], int]:
     held, said = [len(channel._under_way)], type(raised(pending.wait)).__name__
     held.append(len(channel._under_way))
     channel.close()
+    of["MPI"].configure_mock(COMM_NULL=comm)
+    channel.close()
     sent = [[x[0], len(x.args[0][0]), *x.args[1:]] for x in comm.mock_calls if x[0] in ("Irecv", "Isend")]
     return sent, said, held, comm.Free.call_count
 
@@ -318,13 +320,24 @@ def mpi_unanswered() -> Any:
     return vars(raised(of["MPIChannel"](comm).post({}, incoming, 7, lambda: 0.0).wait))["ranks"]
 
 
+def mpi_failed(kind: str) -> str:
+    """What a wait raises where MPI has an error of this kind."""
+    of, error = _names("comm/mpi.py", mpi4py=mock.MagicMock()), type("Error", (Exception,), {"Get_error_string": str})
+    of["MPI"].configure_mock(Exception=error, Get_error_class=lambda code: getattr(of["MPI"], kind))
+    of["MPI"].Request.Testall.side_effect = error
+    channel = of["MPIChannel"](mock.Mock())
+    return type(raised(channel.post({}, {1: [np.zeros(3, "u1")]}, 7, lambda: 0.0).wait)).__name__
+
+
 def mpi_abort() -> bool:
-    """A rank that has lost another tells the others, and ends the world as its process ends, not before."""
+    """A rank that has lost another tells the others, hears them, and ends the world as its process ends, not before."""
     of, at_exit = _names("comm/mpi.py", mpi4py=mock.MagicMock()), list[Any]()
     comm = mock.Mock(Get_rank=lambda: 0, Get_size=lambda: 2)
+    comm.Recv = lambda buffer, *_: buffer[0].__setitem__(slice(4), b"0|at")
+    of["MPI"].Status.return_value.configure_mock(Get_source=lambda: 1, Get_count=lambda kind: 4)
     of["MPI"].Is_finalized.configure_mock(return_value=False)
     with mock.patch("atexit.register", at_exit.append):
-        heard = of["MPIChannel"](comm).abort(AbortNotice((1,), ""), 0.0)
+        heard = of["MPIChannel"](comm).abort(AbortNotice((1,), ""), 9.0)
     told, early = [x.args[1] for x in comm.Isend.mock_calls], comm.Abort.called
     at_exit[0]()
-    return (heard, told, early, comm.Abort.call_args.args) == ({}, [1], False, (1,))
+    return (heard, told, early, comm.Abort.call_args.args) == ({1: AbortNotice((0,), "at")}, [1], False, (1,))

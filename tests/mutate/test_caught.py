@@ -38,6 +38,7 @@ OF_A_PROCESS = (
     *("relative-by-default", "model-of-the-smallest-shard", "freed-group-taken"),
     *("later-deadline-ignored", "duplicate-not-freed", "mpi-ranks-of-the-group", "answered-and-blamed"),
     *("mpi-ranks-among-themselves", "connected-each-time", "margin-strategy-passed-over"),
+    *("too-long-is-lost", "notice-to-the-end", "freed-twice"),
 )
 """Caught by the process that started theirs, by the verdict on all rows, in a default, which is no code of a function,
 in what an earlier call has kept, or in a module that a check runs by its path."""
