@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any, NamedTuple
@@ -14,8 +13,7 @@ from contrastile.schedules.handshake import Handshake
 Guide = tuple[Array, Array]
 """The guide's features of the rows and of the columns; None twice where there is no guide."""
 
-# torch 2.6 cannot trace the look-up
-_LARGEST = sys.float_info.max
+_LARGEST = validation.LARGEST["float64"]
 
 
 class Threshold(NamedTuple):

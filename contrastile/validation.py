@@ -23,7 +23,7 @@ T = TypeVar("T")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 # how NumPy, CuPy and torch begin the names of real dtypes
 _REAL = ("float", "bfloat16", "int", "uint", "bool", ">f", ">i", ">u")
-_LARGEST = {"float32": (2 - 2.0**-23) * 2.0**127, "float64": sys.float_info.max}
+LARGEST = {"float32": (2 - 2.0**-23) * 2.0**127, "float64": sys.float_info.max}
 
 
 def values_are_readable(arrays: ArrayLibrary, x: Array) -> bool:
@@ -252,7 +252,7 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
 def _finite(name: str, x: float, dtype: str) -> None:
     """Raise ValueError unless a number is finite and stays so in a dtype."""
     # a compiler can follow comparisons with a number that varies, and not math.isfinite
-    if not -_LARGEST[dtype] <= x <= _LARGEST[dtype]:
+    if not -LARGEST[dtype] <= x <= LARGEST[dtype]:
         got = x if isinstance(x, float) else f"an integer of {x.bit_length()} bits"
         raise ValueError(f"{name} must be finite in {dtype}, got {got}; clamp the learned value before it is used")
 
@@ -344,7 +344,7 @@ def option(name: str, x: Any, least: float, most: float, default: str = "0") -> 
         raise TypeError(f"{name} must be a number, got {type(x).__name__}; pass a float")
     if not least <= float(x) <= most:
         finite = "be finite" if least < 0 else "be positive and finite"
-        rule = finite if most == _LARGEST["float64"] else f"lie in {least:g}..{most:g}"
+        rule = finite if most == LARGEST["float64"] else f"lie in {least:g}..{most:g}"
         raise ValueError(f"{name} must {rule}, got {x}; leave it out for {default}")
     return float(x)
 
