@@ -39,6 +39,15 @@ def test_a_store_that_has_gone_is_an_error_within_the_deadline() -> None:
         dist.destroy_process_group()
 
 
+def test_an_mpi_communicator_that_is_none_is_refused() -> None:
+    from mpi4py import MPI
+
+    with pytest.raises(TypeError, match="MPI intracommunicator"):
+        connect(MPI.COMM_NULL)
+    assert connect(MPI.COMM_SELF).size == 1
+    assert connect(MPI.COMM_SELF) is connect(MPI.COMM_SELF)
+
+
 @pytest.mark.parametrize(
     ("sent", "expected", "words"),
     [(3, 8, "rank 0 sent 3 bytes where 8 were to come"), (8, 3, "rank 0 sent more bytes than were to come")],
