@@ -9,7 +9,7 @@
 
 namespace contrastile {
 
-// Dynamic shared memory of each sm_90a tile kernel, all that a block may have: one block fills a multiprocessor anyhow.
+// Dynamic shared memory of each sm_90a tile kernel: the most that a block may have, for one block fills a multiprocessor.
 constexpr int ALL_SHARED = 232448;
 
 // A CUtensorMap by value: a parameter of the sm_90a kernels, ahead of the arguments.
@@ -22,7 +22,7 @@ struct Features {
     const void* columns;  // (n, depth) of T
     long long row_stride, column_stride;
     int depth;
-    int guide_depth;      // features of the guide, whose maps a guided kernel takes too; else 0
+    int guide_depth;      // width of the guide's features, which a guided kernel reads through maps of their own; else 0
     int band;             // tile rows (sm_90a: pairs of tile rows) walked together, so that they share the L2 cache
 };
 
@@ -41,14 +41,14 @@ struct PairVectors {
     const float* column_limits;   // (n,) likewise
 };
 
-// Partial results of one side of a chunk: (tiles, stride >= length) each. A sum of 2^(x - r) is against the plan's r on
-// the fast path, on the safe path against a reference of its own: together they round nothing at the size of a logit.
+// Partial results of one side of a chunk: (tiles, stride >= length) each. Sums are of 2^(x - r). On the fast path r is the
+// plan's. On the safe path each sum has its own r in `references`, so that no number is rounded at the size of a logit.
 struct Partials {
-    float* sums;                 // over negatives; null: this side is not wanted
-    float* references;           // safe alone: of the sums
+    float* sums;                 // over negatives; null if this side is not requested
+    float* references;           // safe path alone: the r of each sum
     float* dots;                 // TARGET alone: sums of dots over positive pairs, without scale and bias
-    float* dots_low;             // TARGET alone: what these have lost by rounding
-    float* counts;               // TARGET alone: how many there were
+    float* dots_low;             // TARGET alone: the rounding errors of `dots`
+    float* counts;               // TARGET alone: numbers of positive pairs
     float* positive_sums;        // TARGET alone: as sums, over positive pairs
     float* positive_references;  // TARGET alone: as references
     long long stride;
@@ -58,13 +58,13 @@ struct ForwardArguments {
     Features features;
     Chunk chunk;
     PairVectors pairs;
-    const Plan* plan;  // status 0: the fast instance works, else the safe one; the other returns at once
+    const Plan* plan;  // the fast instance runs if status is 0, else the safe one; the other returns at once
     Partials rows;     // a partial for each tile column, (column tiles, height)
     Partials columns;  // a partial for each tile row, (row tiles, width); sums may be null
 };
 
-// One side's vectors for the epilogue of G, block-wide, of length m or n; s is plan->gradient_scale. L = log2 (2^N + 2^P), without the bias, is
-// taken in double and is a float, its high part, and what that leaves, its low part.
+// One side's vectors for the epilogue of G, block-wide, of length m or n; s is plan->gradient_scale.
+// L = log2 (2^N + 2^P), without the bias, is computed in double and split: a float, the high part, and the low part.
 struct GradientSide {
     const float* log;      // high part of L; +inf where the weight is 0 or L is -inf
     const float* weight;   // w s 2^-low
@@ -83,30 +83,30 @@ struct GradientArguments {
     const float* entries;      // (m,) s G of each row's positive by index, read where it has one; else null
     void* g;                   // (height, width) of T; sm_90a writes it through a tensor map
     long long g_stride;
-    int in_place_of_kept;      // sm_90a: 1 where g holds kept exponentials: nothing to do if plan->kept
+    int in_place_of_kept;      // sm_90a: 1 if g holds kept exponentials; then the kernel returns if plan->kept
 };
 
-// Rows and columns of a tile of the kernels of narrow features, and the most features; blocks of narrow_join for each tile row.
+// Kernels of narrow features: the side of a tile, which is also the largest width; blocks of narrow_join per tile row.
 constexpr int NARROW_SIDE = 128;
 constexpr int NARROW_JOINS = 8;
 
-// Of the rows' statistics of narrow features, the fast path alone. A partial for each block that has a part of the row's
-// tiles, in their order, then zeros: (parts, height) each.
+// Row statistics of narrow features, fast path only. Each block that computes some of a row's tiles writes one partial.
+// The partials, (parts, height), are in the order of the blocks; unused ones are 0.
 struct NarrowForwardArguments {
     ForwardArguments forward;  // the chunk has all columns of the block; no columns' partials
-    int blocks, parts;         // blocks of the grid; the most that have a part of one tile row
+    int blocks, parts;         // blocks of the grid; the largest number of them that share one tile row
 };
 
-// Of the rows' gradient of narrow features, G made and multiplied in one kernel.
+// Row gradient of narrow features: one kernel forms G and multiplies it.
 struct NarrowGradientArguments {
     GradientArguments gradient;  // the chunk has all columns of the block; g is null
-    float* out;                  // (height, depth): G columns is added to it, or written where `fresh`
+    float* out;                  // (height, depth): G columns is added to it, or overwrites it if `fresh`
     long long out_stride;
     float* parts;                // (2 blocks, 128, 128): sums of tile rows that several blocks share
     int blocks, fresh;           // blocks of the grid of narrow_gradient_sm90
 };
 
-// Of one product of kept exponentials E, weighted: out = (E * (line_i + step_k)) features, contracted over k.
+// One product of weighted kept exponentials E: out = (E * (line_i + step_k)) features, contracted over k.
 struct WeightedArguments {
     const Plan* plan;         // kept 0: E holds G itself, and both factors count as 1/2
     const float* lines;       // one factor for each line of out, (lines rounded up to 128,)
@@ -126,7 +126,7 @@ struct SigmoidArguments {
     float* loss_parts;         // (column tiles, part_stride >= height): sums of softplus(-z x)
     float* slope_parts;        // likewise, sums of -z sigmoid(-z x), unweighted
     long long part_stride;
-    void* g;                   // as above; null where G is not wanted
+    void* g;                   // as in GradientArguments; null if G is not requested
     long long g_stride;
 };
 

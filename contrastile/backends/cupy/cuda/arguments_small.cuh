@@ -22,7 +22,7 @@ constexpr int PAIRS = 64;
 constexpr int LANES = 1024;
 // Rows or columns that one block of a fold takes.
 constexpr int FOLD = 32;
-// Elements that one block of an elementwise kernel takes at least; those kernels loop over what is left.
+// Least number of elements for one block of an elementwise kernel. The kernel loops over the remaining ones.
 constexpr int THREADS = 256;
 
 // measure<T>: blocks ceil(max(m, n) / LINES), 256 threads.
@@ -32,7 +32,7 @@ struct MeasureArguments {
     long long m, n, depth;
     const long long* positives;  // (m,) or null
     const long long* excluded;   // (m,) or null
-    float* peaks;                // (blocks, 4): largest squared norms of rows, of columns; 1 for an off-diagonal positive; 0
+    float* peaks;                // (blocks, 4): largest squared norm of rows, of columns; 1 if a positive is off-diagonal; 0
 };
 
 // positive_dots<P>: blocks ceil(max(m, n) / PAIRS), 256 threads.
@@ -60,13 +60,13 @@ struct PlanForwardArguments {
     int exact;           // whether no reference is shared
 };
 
-// sum_positives: blocks ceil(n / 256), 256 threads. Nothing to do unless plan->off_diagonal.
+// sum_positives: blocks ceil(n / 256), 256 threads. Runs only if plan->off_diagonal.
 struct SumPositivesArguments {
     const Plan* plan;
     const long long* positives;  // (m,)
     const long long* excluded;   // (m,) or null
     const double* row_sum;       // (m,), of positive_dots
-    double* column_lse;          // (n,): log-sum-exp of the logits of the positives, of exactly one that logit
+    double* column_lse;          // (n,): log-sum-exp of the logits of the positives; for one positive, exactly its logit
     double* column_sum;          // (n,): their sum
     long long m, n;
 };
@@ -82,7 +82,7 @@ struct FoldSide {
     long long length;         // 0: nothing to do on this side
     long long terms;          // how many terms the whole sum has: n for rows, m for columns
     int first, last;          // whether this is the state's first, last chunk
-    int empty;                // whether a sum of 0 is one of no terms
+    int empty;                // whether a sum of 0 means that no term counts
 };
 
 // fold<SAFE>: blocks ceil(rows.length / FOLD) + ceil(columns.length / FOLD), 256 threads.
@@ -94,21 +94,21 @@ struct FoldArguments {
 // One side of the fold of positives that ids name.
 struct PositiveSide {
     const float* dots;        // (tiles, part_stride): sums of dots over positive pairs, without scale and bias
-    const float* dots_low;    // likewise, what these have lost by rounding
-    const float* counts;      // likewise, how many there were
+    const float* dots_low;    // likewise, the rounding errors of these sums
+    const float* counts;      // likewise, the numbers of positive pairs
     const float* sums;        // as of FoldSide, over positive pairs
     const float* references;
     long long part_stride;
     long long tiles;
     double* state;            // (3, state_stride >= length): running dots, counts, and the state of the sums
     long long state_stride;
-    double* lse;              // (length,), written with the last chunk: of exactly one logit that logit
+    double* lse;              // (length,), written with the last chunk: for one positive, exactly its logit
     double* sum;              // (length,), likewise: sum of logits
     long long length;         // 0: nothing to do on this side
     int first, last;
 };
 
-// fold_positives<SAFE>: blocks and threads as fold; works on the path that stands.
+// fold_positives<SAFE>: blocks and threads as fold; runs if SAFE matches plan->status.
 struct FoldPositivesArguments {
     PositiveSide rows, columns;
     Plan* plan;
@@ -131,7 +131,7 @@ struct FoldSigmoidArguments {
 
 // The weights of one side of the loss; all null for a loss of one direction. Log-sum-exps in nats, with the bias.
 //
-// Of a loss with bars, `share` stands for e^N / (e^N + e^P), and negative_lse is L: see bars.normalised.
+// In a loss with bars `share` replaces e^N / (e^N + e^P), and negative_lse is L: see bars.normalised.
 struct WeightSide {
     const double* negative_lse;
     const double* positive_lse;
@@ -146,8 +146,18 @@ struct WeightBoundsArguments {
     const float* bias;       // or null
     const float* upstream;   // 0-d, multiplies every weight; or null
     WeightSide row, column;  // of lengths m and n
-    float* peaks;            // (blocks, 8): the largest -L, L, -|w| and |w| (1 + |t|), -L and -|w| where w is not 0; then
-                             // 1 where one is certain of its positives; the largest -N, infinity with bars; 0, 0
+    float* peaks;            // (blocks, 8): by WeightPeak, then zeros
+};
+
+// The maxima that weight_bounds takes, L and N in powers of two. Those marked * skip rows whose weight is 0.
+enum WeightPeak {
+    NEGATED_LSE,        // -L *
+    LARGEST_LSE,        // L
+    NEGATED_WEIGHT,     // -|w| *
+    LARGEST_BOUND,      // |w| (1 + |t|), a bound of the row's G
+    ANY_CERTAIN,        // 1 if some row is certain of its positives
+    NEGATED_NEGATIVES,  // -N *; infinity with bars
+    WEIGHT_PEAKS
 };
 
 // epilogue_scales: blocks ceil(m / 256) + (two-sided ? ceil(n / 256) : 0), 256 threads.
@@ -165,8 +175,8 @@ struct EpilogueScalesArguments {
     float* row_vectors;     // log, weight and folded of GradientSide, (3, m); by ids also taken and certain, (8, m)
     float* column_vectors;  // likewise with n, or null
     float* entries;         // (m,): of GradientArguments; null with positives
-    Plan* forward;          // of the pass that kept exponentials; its status becomes 1 where G takes their place; or null
-    float* row_kept;        // (m rounded up to KEPT_UNIT,): u 2^(r - L) with the r of that pass, then zeros; or null
+    Plan* forward;          // plan of the pass that kept exponentials; its status becomes 1 when G overwrites them; or null
+    float* row_kept;        // (m rounded up to KEPT_UNIT,): u 2^(r - L) with r of the forward pass, then zeros; or null
     float* column_kept;     // (n rounded up to KEPT_UNIT,): likewise of columns
     int two_sided;
     int by_ids;             // whether ids name the positives
@@ -174,10 +184,10 @@ struct EpilogueScalesArguments {
     int exact;              // whether no reference is shared
 };
 
-// What the vectors that go with kept exponentials are a multiple of.
+// The vectors that accompany kept exponentials are padded to a multiple of this.
 constexpr int KEPT_UNIT = 128;
 
-// kept_positives: blocks ceil(m / THREADS), 256 threads. Nothing to do unless plan->kept, which it may take back.
+// kept_positives: blocks ceil(m / THREADS), 256 threads. Runs only if plan->kept, which it may reset to 0.
 struct KeptPositivesArguments {
     long long m, n;              // m: rows whose exponentials are kept
     const long long* positives;  // (m,) column of each row's positive
@@ -205,7 +215,7 @@ struct ScaleCastArguments {
     const void* x;        // (shares, size) of In
     void* out;            // (size,) of Out; may be x itself where In is Out
     long long size;
-    int shares;           // that are added
+    int shares;           // how many partial results are added
     const float* factor;  // 0-d
 };
 
@@ -235,7 +245,7 @@ struct MergeLseArguments {
 // Terms that one block of weighted_nll takes.
 constexpr int TERMS = 1024;
 
-// Of rows or columns, (length,) each.
+// Statistics and weights of rows or of columns, (length,) each.
 struct LossSide {
     const double* negative_lse;
     const double* positive_lse;
@@ -260,9 +270,9 @@ struct FinalizeRowsArguments {
     const float* scale;  // 0-d
     Plan* plan;
     double* parts;       // (all_blocks,): of all chunks
-    long long first;     // how many of them are of earlier chunks
+    long long first;     // number of parts that earlier chunks wrote
     long long all_blocks;
-    double* inner;       // 0-d, written by the last of all blocks
+    double* inner;       // 0-d, written by the block that finishes last
 };
 
 }  // namespace contrastile

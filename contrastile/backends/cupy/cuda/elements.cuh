@@ -41,7 +41,7 @@ __device__ __forceinline__ T narrow(float x) {
     }
 }
 
-// Two of them in one 32-bit word, the first in the low half, as the tensor cores and 4-byte stores take them.
+// Rounds two numbers into one 32-bit word, the first in the low half: the order of tensor cores and 4-byte stores.
 template <class T>
 __device__ __forceinline__ unsigned narrow_pair(float low, float high) {
     unsigned y;
@@ -57,7 +57,7 @@ __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000);
 constexpr double LOG2E = 1.4426950408889634;
 constexpr double LN2 = 0.6931471805599453;
 
-// scale log2 e, rounded once: the alpha of every kernel, so that all logits carry the same rounding of the scale.
+// scale log2 e, rounded once. Every kernel uses this alpha, so that the rounding error is the same in all logits.
 __device__ __forceinline__ float in_powers_of_two(float scale) {
     return static_cast<float>(static_cast<double>(scale) * LOG2E);
 }

@@ -1,4 +1,4 @@
-// Row and column statistics of what one warp holds: STRIPS strips (16 rows each) of the same 8 GROUPS columns.
+// Row and column statistics of one warp's accumulators: STRIPS strips (16 rows each) of the same 8 GROUPS columns.
 //
 // Rows come out in registers, the same in the four lanes of a row. Columns come out in shared memory, one number for
 // each column of the warp, summed over the warp's rows; the kernel joins its warps in a fixed order.
@@ -9,35 +9,35 @@
 
 namespace contrastile {
 
-// A spread at which no term that is subtracted from its maximum is flushed: 2^-100 is far above 2^-126.
+// The largest spread of logits for which no exponential against their maximum is flushed: 2^-100 is far above 2^-126.
 constexpr float SPREAD = 100.0f;
 
-// One step of summing lists across lanes: lanes that differ in `bit` trade halves, so that each keeps HALF sums of two.
-// The upper lane keeps the upper half.
+// One step of summing lists across lanes. Lanes that differ in `bit` exchange halves, and each keeps HALF sums of two
+// numbers. The upper lane keeps the upper half.
 template <int HALF, int SIZE>
-__device__ __forceinline__ void trade_halves(float (&list)[SIZE], int lane, int bit) {
+__device__ __forceinline__ void exchange_halves(float (&list)[SIZE], int lane, int bit) {
     const bool upper = lane & bit;
 #pragma unroll
     for (int i = 0; i < HALF; ++i) {
-        const float own = upper ? list[i + HALF] : list[i], given = upper ? list[i] : list[i + HALF];
-        list[i] = own + across(given, bit);
+        const float kept = upper ? list[i + HALF] : list[i], sent = upper ? list[i] : list[i + HALF];
+        list[i] = kept + shuffle_xor(sent, bit);
     }
 }
 
-// First group of the GROUPS / 8 whose columns a lane ends with.
+// The first of the GROUPS / 8 groups whose column sums a lane holds in the end.
 template <int GROUPS>
 __device__ __forceinline__ int first_group(int lane) {
     return (lane & 16 ? GROUPS / 2 : 0) + (lane & 8 ? GROUPS / 4 : 0) + (lane & 4 ? GROUPS / 8 : 0);
 }
 
-// What a term that counts is at least, where FLOORED: no GPU takes it for 0, and what is flushed elsewhere is less.
+// The least term where FLOORED: the smallest normal number, which is never flushed.
 constexpr float LEAST = 0x1p-126f;
 
-// Sums of 2^(dot scale + shift): one exponential an element, for rows and columns. FLOOR: see FLOORED.
+// Sums of 2^(dot scale + shift), with one exponential per element for rows and columns. FLOOR: see FLOORED.
 //
-// row: [strip][q]. column: shared, 8 GROUPS floats of this warp. limits: NoLimits, Limits or a Verdict.
-// Hazard: beside 96 STRIPS accumulators a list of all column sums spills. The first of its three halvings is fused with
-// the exponentials, so that it never holds more than GROUPS values.
+// row: [strip][q]. column: shared, 8 GROUPS floats of this warp. limits: NoLimits, Limits or a BeyondMask.
+// Hazard: a list of all column sums spills beside 96 STRIPS accumulators. So the first of its three halvings is fused
+// with the exponentials, and the list never holds more than GROUPS values.
 template <int STRIPS, int GROUPS, bool FLOOR = false, class L>
 __device__ __forceinline__ void shared_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, float shift, int lane,
                                             float (&row)[STRIPS][2], float* column, const L& limits) {
@@ -62,19 +62,19 @@ __device__ __forceinline__ void shared_sums(const float (&dot)[STRIPS][4 * GROUP
                     if (!limits.beyond_column(x, s, at + 2 * q)) sum[h] += power;
                 }
         }
-        list[i] = (upper ? sum[1] : sum[0]) + across(upper ? sum[0] : sum[1], 16);
+        list[i] = (upper ? sum[1] : sum[0]) + shuffle_xor(upper ? sum[0] : sum[1], 16);
     }
-    trade_halves<GROUPS / 2>(list, lane, 8);
-    trade_halves<GROUPS / 4>(list, lane, 4);
+    exchange_halves<GROUPS / 2>(list, lane, 8);
+    exchange_halves<GROUPS / 4>(list, lane, 4);
     float* mine = column + 8 * first_group<GROUPS>(lane) + 2 * (lane & 3);
 #pragma unroll
     for (int i = 0; i < GROUPS / 8; ++i)
         *reinterpret_cast<float2*>(mine + 8 * i) = make_float2(list[2 * i], list[2 * i + 1]);
-    each_row<STRIPS>([&](int s, int q) { row[s][q] = row_total(row[s][q]); });
+    for_each_row<STRIPS>([&](int s, int q) { row[s][q] = row_total(row[s][q]); });
 }
 
-// The same sums, each exponential handed on as it is made, rounded to T: sink(strip, pair, values), values[2 h + q] being
-// the thread's two of row q of group 2 pair + h. Neighbouring groups are traded first: a sink takes them together.
+// The same sums. Each exponential also goes, rounded to T, to sink(strip, pair, values), where values[2 h + q] holds the
+// thread's two of row q of group 2 pair + h. Neighbouring groups are exchanged first, because a sink takes them together.
 template <class T, int STRIPS, int GROUPS, class Sink>
 __device__ __forceinline__ void shared_sums_kept(const float (&dot)[STRIPS][4 * GROUPS], float scale, float shift,
                                                  int lane, float (&row)[STRIPS][2], float* column, Sink sink) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ void shared_sums_kept(const float (&dot)[STRIPS][4 * 
     const bool upper = lane & 16;
 #pragma unroll
     for (int pair = 0; pair < GROUPS / 2; ++pair) {
-        float sum[2][2] = {};  // of the groups' columns
+        float sum[2][2] = {};  // [group][column]
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s) {
             unsigned values[4];
@@ -105,46 +105,46 @@ __device__ __forceinline__ void shared_sums_kept(const float (&dot)[STRIPS][4 * 
         }
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-            list[2 * pair + c] = (upper ? sum[1][c] : sum[0][c]) + across(upper ? sum[0][c] : sum[1][c], 16);
+            list[2 * pair + c] = (upper ? sum[1][c] : sum[0][c]) + shuffle_xor(upper ? sum[0][c] : sum[1][c], 16);
     }
-    trade_halves<GROUPS / 2>(list, lane, 8);
-    trade_halves<GROUPS / 4>(list, lane, 4);
+    exchange_halves<GROUPS / 2>(list, lane, 8);
+    exchange_halves<GROUPS / 4>(list, lane, 4);
     const int first = (lane & 8 ? GROUPS / 2 : 0) + (lane & 4 ? GROUPS / 4 : 0) + (upper ? 1 : 0);
 #pragma unroll
     for (int i = 0; i < GROUPS / 8; ++i)
         *reinterpret_cast<float2*>(column + 8 * (first + 2 * i) + 2 * (lane & 3)) =
             make_float2(list[2 * i], list[2 * i + 1]);
-    each_row<STRIPS>([&](int s, int q) { row[s][q] = row_total(row[s][q]); });
+    for_each_row<STRIPS>([&](int s, int q) { row[s][q] = row_total(row[s][q]); });
 }
 
-// The dot of the larger logit. Written without a product with the scale, which the compiler would keep for all dots.
+// The dot of the larger logit. It uses no product with the scale, because the compiler would keep that for all dots.
 __device__ __forceinline__ float larger(float a, float b, float scale) {
     return scale < 0.0f ? fminf(a, b) : fmaxf(a, b);
 }
 
-// What is subtracted from the logits of a row or column whose largest has this dot.
+// The reference of a row or column whose largest logit has this dot.
 __device__ __forceinline__ float reference_of(float top, float scale) { return finite_or_zero(top * scale); }
 
-// The sum of 2^(x - reference) of row q of strip s, the reference being the row's own maximum; 0 for nothing.
+// The sum of 2^(x - reference) over row q of strip s, with the row's own maximum as reference; 0 if no pair counts.
 template <int GROUPS, class L>
 __device__ __forceinline__ float own_row_sum(const float (&dot)[4 * GROUPS], int s, int q, float scale, const L& limits,
                                              float& reference) {
     const auto counted = [&](int i) {
         const int at = 4 * (i / 2) + 2 * q + i % 2;
-        return limits.beyond_row(dot[at], s, at) ? nothing(scale) : dot[at];
+        return limits.beyond_row(dot[at], s, at) ? masked_dot(scale) : dot[at];
     };
-    float top = nothing(scale);
+    float top = masked_dot(scale);
 #pragma unroll
     for (int i = 0; i < 2 * GROUPS; ++i) top = larger(top, counted(i), scale);
-    top = larger(top, across(top, 1), scale);
-    reference = reference_of(larger(top, across(top, 2), scale), scale);
+    top = larger(top, shuffle_xor(top, 1), scale);
+    reference = reference_of(larger(top, shuffle_xor(top, 2), scale), scale);
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2 * GROUPS; ++i) sum += exp2_fast(fmaf(counted(i), scale, -reference));
     return row_total(sum);
 }
 
-// Rows and columns each against their own maximum: two exponentials an element. Outputs as guarded_sums.
+// Sums of each row and column against its own maximum, with two exponentials per element. Outputs as guarded_sums.
 template <int STRIPS, int GROUPS, class L>
 __device__ __forceinline__ void own_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, int lane,
                                          float (&row)[STRIPS][2], float (&row_reference)[STRIPS][2], float* column,
@@ -157,13 +157,13 @@ __device__ __forceinline__ void own_sums(const float (&dot)[STRIPS][4 * GROUPS],
     for (int i = 0; i < 2 * GROUPS; ++i) {
         const auto counted = [&](int s, int q) {
             const int at = 4 * (i / 2) + 2 * q + i % 2;
-            return limits.beyond_column(dot[s][at], s, at) ? nothing(scale) : dot[s][at];
+            return limits.beyond_column(dot[s][at], s, at) ? masked_dot(scale) : dot[s][at];
         };
-        float top = nothing(scale);
+        float top = masked_dot(scale);
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s) top = larger(top, larger(counted(s, 0), counted(s, 1), scale), scale);
 #pragma unroll
-        for (int bit = 16; bit > 2; bit /= 2) top = larger(top, across(top, bit), scale);
+        for (int bit = 16; bit > 2; bit /= 2) top = larger(top, shuffle_xor(top, bit), scale);
         top = reference_of(top, scale);
         float sum = 0.0f;
 #pragma unroll
@@ -177,13 +177,13 @@ __device__ __forceinline__ void own_sums(const float (&dot)[STRIPS][4 * GROUPS],
     }
 }
 
-// Statistics of x = dot scale that hold for any logits: sums of 2^(x - reference), and their references.
+// Statistics of x = dot scale that are right for any logits: sums of 2^(x - reference), and their references.
 //
-// Rows: [strip][q]. Columns: shared, each column of this warp. Of a product with a reference taken off at once nothing is
-// rounded at the size of the product: where logits are large, the statistics are of the exact ones.
-// Where the warp's logits spread over less than SPREAD, their maximum is a reference for all of them, and one
-// exponential an element is exact; else rows and columns each take their own maximum, two exponentials.
-// A NaN passes by the maxima and comes out of the sums.
+// Rows: [strip][q]. Columns: shared, each column of this warp. A fused multiply-add forms x - reference, so x is never
+// rounded: large logits lose nothing.
+// If the warp's logits spread over at most SPREAD, their maximum is the reference of all, and one exponential per element
+// suffices. Otherwise each row and each column takes its own maximum, with two exponentials per element.
+// The maxima ignore NaN; it comes out of the sums.
 template <int STRIPS, int GROUPS, class L>
 __device__ __forceinline__ void guarded_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, int lane,
                                              float (&row)[STRIPS][2], float (&row_reference)[STRIPS][2], float* column,
@@ -198,15 +198,14 @@ __device__ __forceinline__ void guarded_sums(const float (&dot)[STRIPS][4 * GROU
         }
 #pragma unroll
     for (int bit = 16; bit > 0; bit /= 2) {
-        high = fmaxf(high, across(high, bit));
-        low = fminf(low, across(low, bit));
+        high = fmaxf(high, shuffle_xor(high, bit));
+        low = fminf(low, shuffle_xor(low, bit));
     }
-    // an infinity or a spread that is not a number fails the comparison. All lanes agree; the compiler is to know it too,
-    // or it spills
+    // infinity and NaN fail the comparison. All lanes agree; __all_sync tells the compiler so, which would spill otherwise
     if (__all_sync(WHOLE_WARP, fabsf(scale) * (high - low) <= SPREAD)) {
         const float top = scale >= 0.0f ? high * scale : low * scale;
         shared_sums<STRIPS, GROUPS>(dot, scale, -top, lane, row, column, limits);
-        each_row<STRIPS>([&](int s, int q) { row_reference[s][q] = top; });
+        for_each_row<STRIPS>([&](int s, int q) { row_reference[s][q] = top; });
         for (int i = lane; i < 8 * GROUPS; i += 32) reference[i] = top;
         return;
     }
@@ -218,7 +217,7 @@ struct Guarded {
     float sum, reference;
 };
 
-// One row's or column's guarded sums joined over WARPS warps, `stride` floats apart. A sum of nothing is 0.
+// Joins the guarded sums of one row or column over WARPS warps, `stride` floats apart. An empty sum is 0.
 template <int WARPS>
 __device__ __forceinline__ Guarded join_guarded(const float* sum, const float* reference, int stride) {
     float top = -infinity();
@@ -233,24 +232,24 @@ __device__ __forceinline__ Guarded join_guarded(const float* sum, const float* r
     return {total, top};
 }
 
-// Which of a thread's values of group g are of positive pairs: bit 4 s + e. `columns` as in admit.
+// Which of a thread's values of group g belong to positive pairs: bit 4 s + e. `columns` as in admit.
 template <int MASK, int STRIPS>
 __device__ __forceinline__ unsigned positives_of(const PairRow (&rows)[STRIPS][2], const bool (&inside)[STRIPS][2],
                                                  const long long* ids, int g, int columns) {
     const longlong2 id = pair_of_ids<MASK>(ids, g);
-    unsigned found = 0;
+    unsigned positive_bits = 0;
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const int q = e >> 1, column = 8 * g + (e & 1);
-            if (inside[s][q] && column < columns && standing<MASK>(rows[s][q], column, e & 1 ? id.y : id.x).positive)
-                found |= 1u << (4 * s + e);
+            if (inside[s][q] && column < columns && pair_status<MASK>(rows[s][q], column, e & 1 ? id.y : id.x).positive)
+                positive_bits |= 1u << (4 * s + e);
         }
-    return found;
+    return positive_bits;
 }
 
-// How many bits of each of four pairs of bits are set, a byte for each pair.
+// The number of set bits in each of four pairs of bits, one byte per pair.
 __device__ __forceinline__ unsigned set_of_pairs(unsigned bits) {
     unsigned pairs = (bits & 0x55) + (bits >> 1 & 0x55);
     pairs = (pairs | pairs << 12) & 0x000f000f;
@@ -259,9 +258,9 @@ __device__ __forceinline__ unsigned set_of_pairs(unsigned bits) {
 
 // Sums of the dots of positive pairs, and their counts (TARGET).
 //
-// row_*: [strip][q]. column_*: shared, of this warp. `columns` as in admit. The loss is the log-sum-exp less
-// the mean of the logits: where these are large and alike, a sum in one float would be all of its error.
-// Counts are added up as integers, of four rows or of two columns in one register: a row has 8 GROUPS pairs at most.
+// row_*: [strip][q]. column_*: shared, of this warp. `columns` as in admit. Sums of dots are in two parts: the loss is the
+// log-sum-exp less the mean of these logits, and for large and similar logits the rounding of a float sum would dominate.
+// Counts are integers, those of four rows or of two columns in one register: a row has at most 8 GROUPS pairs.
 template <int MASK, int STRIPS, int GROUPS>
 __device__ __forceinline__ void positive_sums(const float (&dot)[STRIPS][4 * GROUPS], const PairRow (&rows)[STRIPS][2],
                                               const bool (&inside)[STRIPS][2], const long long* ids, int columns,
@@ -273,21 +272,21 @@ __device__ __forceinline__ void positive_sums(const float (&dot)[STRIPS][4 * GRO
     unsigned row_counts[STRIPS / 2] = {};
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
-        const unsigned those = positives_of<MASK, STRIPS>(rows, inside, ids, g, columns);
+        const unsigned positive_bits = positives_of<MASK, STRIPS>(rows, inside, ids, g, columns);
         TwoPart sum[2];
         unsigned count = 0;
-        if (__any_sync(WHOLE_WARP, those != 0)) {
+        if (__any_sync(WHOLE_WARP, positive_bits != 0)) {
 #pragma unroll
             for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    if (those & 1u << (4 * s + e)) {
+                    if (positive_bits & 1u << (4 * s + e)) {
                         row[s][e >> 1] += dot[s][4 * g + e];
                         sum[e & 1] += dot[s][4 * g + e];
                     }
 #pragma unroll
-            for (int s = 0; s < STRIPS; s += 2) row_counts[s / 2] += set_of_pairs(those >> 4 * s);
-            count = column_total<unsigned>(__popc(those & 0x5555) | __popc(those & 0xaaaa) << 16);
+            for (int s = 0; s < STRIPS; s += 2) row_counts[s / 2] += set_of_pairs(positive_bits >> 4 * s);
+            count = column_total<unsigned>(__popc(positive_bits & 0x5555) | __popc(positive_bits & 0xaaaa) << 16);
             sum[0] = column_total(sum[0]);
             sum[1] = column_total(sum[1]);
         }
@@ -301,7 +300,7 @@ __device__ __forceinline__ void positive_sums(const float (&dot)[STRIPS][4 * GRO
     for (int s = 0; s < STRIPS; s += 2)
 #pragma unroll
         for (int bit = 1; bit < 4; bit *= 2) row_counts[s / 2] += __shfl_xor_sync(WHOLE_WARP, row_counts[s / 2], bit);
-    each_row<STRIPS>([&](int s, int q) {
+    for_each_row<STRIPS>([&](int s, int q) {
         row[s][q] = row_total(row[s][q]);
         row_dot[s][q] = row[s][q].high;
         row_dot_low[s][q] = row[s][q].rest();
@@ -309,8 +308,8 @@ __device__ __forceinline__ void positive_sums(const float (&dot)[STRIPS][4 * GRO
     });
 }
 
-// Sums of 2^(x - reference) over positive pairs (TARGET): SAFE each against its own maximum, else -reference is `shift`,
-// and no reference is written. Arguments as of positive_sums and guarded_sums.
+// Sums of 2^(x - reference) over positive pairs (TARGET). With SAFE each has its own maximum as reference. Otherwise
+// -reference is `shift`, and no reference is written. Arguments as in positive_sums and guarded_sums.
 template <int SAFE, int MASK, int STRIPS, int GROUPS>
 __device__ __forceinline__ void positive_powers(const float (&dot)[STRIPS][4 * GROUPS],
                                                 const PairRow (&rows)[STRIPS][2], const bool (&inside)[STRIPS][2],
@@ -322,17 +321,17 @@ __device__ __forceinline__ void positive_powers(const float (&dot)[STRIPS][4 * G
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
             row[s][q] = 0.0f;
-            row_reference[s][q] = SAFE ? nothing(scale) : -shift;
+            row_reference[s][q] = SAFE ? masked_dot(scale) : -shift;
         }
     if (SAFE) {
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
-            const unsigned those = positives_of<MASK, STRIPS>(rows, inside, ids, g, columns);
+            const unsigned positive_bits = positives_of<MASK, STRIPS>(rows, inside, ids, g, columns);
 #pragma unroll
             for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    if (those & 1u << (4 * s + e))
+                    if (positive_bits & 1u << (4 * s + e))
                         row_reference[s][e >> 1] = larger(row_reference[s][e >> 1], dot[s][4 * g + e], scale);
         }
 #pragma unroll
@@ -340,27 +339,27 @@ __device__ __forceinline__ void positive_powers(const float (&dot)[STRIPS][4 * G
 #pragma unroll
             for (int q = 0; q < 2; ++q) {
                 float top = row_reference[s][q];
-                top = larger(top, across(top, 1), scale);
-                row_reference[s][q] = reference_of(larger(top, across(top, 2), scale), scale);
+                top = larger(top, shuffle_xor(top, 1), scale);
+                row_reference[s][q] = reference_of(larger(top, shuffle_xor(top, 2), scale), scale);
             }
-        asm volatile("" ::: "memory");  // else what is positive is held from above for all groups, and spills
+        asm volatile("" ::: "memory");  // else the bits of all groups stay in registers, and spill
     }
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
-        const unsigned those = positives_of<MASK, STRIPS>(rows, inside, ids, g, columns);
+        const unsigned positive_bits = positives_of<MASK, STRIPS>(rows, inside, ids, g, columns);
         float sum[2] = {0.0f, 0.0f}, top[2] = {0.0f, 0.0f};
-        if (__any_sync(WHOLE_WARP, those != 0)) {
+        if (__any_sync(WHOLE_WARP, positive_bits != 0)) {
             if (SAFE) {
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
-                    top[c] = nothing(scale);
+                    top[c] = masked_dot(scale);
 #pragma unroll
                     for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
                         for (int e = c; e < 4; e += 2)
-                            if (those & 1u << (4 * s + e)) top[c] = larger(top[c], dot[s][4 * g + e], scale);
+                            if (positive_bits & 1u << (4 * s + e)) top[c] = larger(top[c], dot[s][4 * g + e], scale);
 #pragma unroll
-                    for (int bit = 16; bit > 2; bit /= 2) top[c] = larger(top[c], across(top[c], bit), scale);
+                    for (int bit = 16; bit > 2; bit /= 2) top[c] = larger(top[c], shuffle_xor(top[c], bit), scale);
                     top[c] = reference_of(top[c], scale);
                 }
             }
@@ -368,7 +367,7 @@ __device__ __forceinline__ void positive_powers(const float (&dot)[STRIPS][4 * G
             for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    if (those & 1u << (4 * s + e)) {
+                    if (positive_bits & 1u << (4 * s + e)) {
                         const float x = dot[s][4 * g + e];
                         const float power = SAFE ? exp2_fast(fmaf(x, scale, -row_reference[s][e >> 1]))
                                                  : exact_power(x, scale, shift);
@@ -383,7 +382,7 @@ __device__ __forceinline__ void positive_powers(const float (&dot)[STRIPS][4 * G
             if (SAFE) *reinterpret_cast<float2*>(reference + 8 * g + 2 * lane) = make_float2(top[0], top[1]);
         }
     }
-    each_row<STRIPS>([&](int s, int q) { row[s][q] = row_total(row[s][q]); });
+    for_each_row<STRIPS>([&](int s, int q) { row[s][q] = row_total(row[s][q]); });
 }
 
 }  // namespace contrastile

@@ -6,41 +6,43 @@ namespace contrastile {
 
 // Whether G may be formed as 2^(x - r) (u_i 2^(r - L_i) + v_j 2^(r - M_j)), and with which r.
 //
-// An admitted logit is at most its row's and its column's log-sum-exp, so with r >= max L - 120 nothing admitted
-// overflows. With r <= N + 100 wherever a weight counts, a term that is flushed is less than 2^-26 of the negatives of
-// its row and of its column, for float16 2^-29: 2^17 of them are less than a rounding of G, and of more each is less by
-// their number. Then the largest r is taken: products of zeros cost the least energy, which limits the rate. Otherwise
-// r <= L, and what is flushed costs at most 2^-126 in a probability; of those the r nearest 0 is taken. A factor that
-// counts is not flushed while log2 |u| - (L - r) >= -125, and none is infinite while |u| <= 2^20. Where no r is left, the
-// exact path is taken.
-// peaks: those of weight_bounds, over all its blocks.
-__device__ __forceinline__ Plan plan_of(const float (&peaks)[6], const EpilogueScalesArguments& a) {
+// * No overflow: an admitted logit is at most the log-sum-exp of its row and of its column, so r >= max L - 120 suffices.
+// * Flushed terms: if r <= N + 100 for every weight that is not 0, a flushed term is less than 2^-26 (float16: 2^-29) of
+//   the negatives of its row and of its column. 2^17 such terms are less than one rounding of G; with more terms the
+//   limit of r falls by log2 of their number. The largest such r is taken: products of zeros cost the least energy, which
+//   limits the rate. If there is none, r <= L, where a flushed term changes a probability by at most 2^-126; of these the
+//   r nearest 0 is taken.
+// * Factors: u 2^(r - L) is not flushed while log2 |u| - (L - r) >= -125, nor infinite while |u| <= 2^20.
+// If no r satisfies all of these, the exact path is taken.
+// peaks: the maxima of weight_bounds over all its blocks.
+__device__ __forceinline__ Plan plan_of(const float (&peaks)[WEIGHT_PEAKS], const EpilogueScalesArguments& a) {
     Plan plan{};
     plan.alpha = in_powers_of_two(*a.scale);
     plan.bias = a.bias == nullptr ? 0.0f : *a.bias;
-    // the two directions add up
-    plan.gradient_scale = a.half ? near_top(a.two_sided ? 2.0f * peaks[3] : peaks[3]) : 1.0f;
-    plan.certain = a.by_ids && peaks[4] > 0.0f;
-    const float low = -peaks[0], high = peaks[1], room = log2f(-peaks[2] * plan.gradient_scale) + 125.0f;
+    // G is the sum of both directions
+    plan.gradient_scale = a.half ? near_top(a.two_sided ? 2.0f * peaks[LARGEST_BOUND] : peaks[LARGEST_BOUND]) : 1.0f;
+    plan.certain = a.by_ids && peaks[ANY_CERTAIN] > 0.0f;
+    const float low = -peaks[NEGATED_LSE], high = peaks[LARGEST_LSE];
+    const float room = log2f(-peaks[NEGATED_WEIGHT] * plan.gradient_scale) + 125.0f;
     const float least = high - fminf(room, 120.0f);
-    const bool modest = peaks[3] * plan.gradient_scale <= 0x1p20f;
+    const bool modest = peaks[LARGEST_BOUND] * plan.gradient_scale <= 0x1p20f;
     const float many = fmaxf(0.0f, log2f(static_cast<float>(a.m > a.n ? a.m : a.n)) - 17.0f);
-    const float most = modest ? fmaxf(low, (a.half ? 97.0f : 100.0f) - many - peaks[5]) : low;
-    // fmaxf passes over a NaN, of infinities that the comparisons fail for
+    const float most = modest ? fmaxf(low, (a.half ? 97.0f : 100.0f) - many - peaks[NEGATED_NEGATIVES]) : low;
+    // fmaxf ignores a NaN from infinities; `finite` below then fails
     const float reference = most > low ? most : fmaxf(least, fminf(low, 0.0f));
     const bool finite = low > -infinity() && high < infinity() && room > -infinity();
-    // beyond 2^20 a step of float is too large a part of the 8 powers of two that are left to overflow
+    // beyond 2^20 the spacing of floats is too large for the 8 powers of two that remain before overflow
     const bool fine = fabsf(reference) < 0x1p20f;
     const bool between = least <= reference && reference <= most;
     plan.fast = a.two_sided && finite && fine && between && !plan.certain && !a.exact;
     plan.reference = plan.fast ? reference : 0.0f;
-    // exact but where it is so small that nothing it multiplies would show in float16
+    // exact, unless it is so small that every product with it is 0 in float16
     plan.output_scale = *a.scale / plan.gradient_scale;
-    // Exponentials were kept against the forward pass's r, whose sums hold at least 2^-100 a term: what was flushed does
-    // not count. What is left to ask is that no factor that counts is flushed, and none infinite; false for NaN.
+    // The forward pass kept exponentials against its own r. Its sums hold at least 2^-100 per term, so flushed terms do
+    // not matter. The factors must neither be flushed nor infinite. NaN fails these comparisons.
     plan.kept = a.forward != nullptr && a.forward->status == 0 && finite && high - a.forward->reference <= room &&
-                a.forward->reference - low + log2f(peaks[3] * plan.gradient_scale) <= 126.0f;
-    // a product times 0 is 0 to cuBLAS, also where it is NaN; times this, a finite sum rounds to 0 in 16 bits
+                a.forward->reference - low + log2f(peaks[LARGEST_BOUND] * plan.gradient_scale) <= 126.0f;
+    // cuBLAS takes 0 times NaN for 0. With 2^-149 instead NaN stays, and a finite sum still rounds to 0 in 16 bits
     plan.blas_scale = plan.output_scale == 0.0f ? 0x1p-149f : plan.output_scale;
     return plan;
 }
@@ -52,7 +54,7 @@ __device__ __forceinline__ double share_of_negatives(double gap) {
     return power / (1.0 + power);
 }
 
-// The same of element i, or what comes instead.
+// The share of element i: given, or computed from the gap.
 __device__ __forceinline__ double share_of(const WeightSide& side, long long i, double gap) {
     return side.share == nullptr ? share_of_negatives(gap) : side.share[i];
 }
@@ -72,7 +74,7 @@ __device__ __forceinline__ void write_scales(const Plan& plan, const EpilogueSca
     const double negatives = (side.negative_lse[i] - plan.bias) * LOG2E;
     const double positives = (side.positive_lse[i] - plan.bias) * LOG2E;
     const double exact = side.share == nullptr ? merge(negatives, positives) : negatives;
-    // whatever the logit, 2^(x - inf) is 0: a silent row, or one that admits nothing, gives nothing
+    // 2^(x - inf) is 0 for every logit: a row of weight 0, or one that admits no pair, has no gradient
     const bool silent = scaled == 0.0f || exact == -infinity();
     // infinite logits have no softmax
     const float log = silent ? infinity() : exact < infinity() ? static_cast<float>(exact) : nanf("");
@@ -90,8 +92,8 @@ __device__ __forceinline__ void write_scales(const Plan& plan, const EpilogueSca
                     static_cast<float>(scaled * share_of(side, i, negatives - positives)));
 }
 
-// One side's part of G of a positive by index: w ((q - t) - q s) with q = e^(x - P) and s = e^N / (e^N + e^P). Of the only
-// positive of a row, q and t being 1, that is -w s with all its digits.
+// One side's part of G of a positive by index: w ((q - t) - q s) with q = e^(x - P) and s = e^N / (e^N + e^P). For a row's
+// only positive q and t are 1, and the result is -w s without cancellation.
 __device__ __forceinline__ double entry_part(const WeightSide& side, long long i, float upstream, double logit) {
     const float w = side.weight == nullptr ? 0.0f : side.weight[i] * upstream;
     if (w == 0.0f) return 0.0;
@@ -100,37 +102,37 @@ __device__ __forceinline__ double entry_part(const WeightSide& side, long long i
     return w * ((q - side.target[i]) - q * share);
 }
 
-// gradient_scale * G of the positive that an index names for row i; 0 where it has none. Its logit is the row's own P.
+// gradient_scale * G of row i's positive by index; 0 if it has none. The logit of the only positive is the row's P.
 __device__ __forceinline__ float entry_of(const Plan& plan, const EpilogueScalesArguments& a, float upstream, long long i) {
-    const long long j = named(a.positives[i], listed(a.excluded, i), a.n);
+    const long long j = positive_column(a.positives[i], index_or_none(a.excluded, i), a.n);
     if (j < 0) return 0.0f;
     const double logit = a.row.positive_lse[i];
     const double g = entry_part(a.row, i, upstream, logit) + entry_part(a.column, j, upstream, logit);
     return static_cast<float>(plan.gradient_scale * g);
 }
 
-// The vectors of GradientSide for rows and columns, G of positives by index, and what goes with kept exponentials.
+// Writes the vectors of GradientSide for rows and columns, G of positives by index, and the factors of kept exponentials.
 //
-// Every block computes the plan itself, from one entry for each LANES rows: that is cheaper than a launch of its own.
-// The first block stores it for the kernels that follow.
+// Every block computes the plan from one entry for each LANES rows, which is cheaper than another launch. The first
+// block stores it for later kernels.
 extern "C" __global__ void __launch_bounds__(256) epilogue_scales(const __grid_constant__ EpilogueScalesArguments a) {
-    float peaks[6] = {-infinity(), -infinity(), -infinity(), 0.0f, 0.0f, -infinity()};
+    float peaks[WEIGHT_PEAKS] = {-infinity(), -infinity(), -infinity(), 0.0f, 0.0f, -infinity()};
 #pragma unroll 2
     for (long long i = threadIdx.x; i < a.programs; i += THREADS) {
-        const float4 some = reinterpret_cast<const float4*>(a.peaks)[2 * i];
-        const float2 more = reinterpret_cast<const float2*>(a.peaks)[4 * i + 2];
-        peaks[0] = fmaxf(peaks[0], some.x);
-        peaks[1] = fmaxf(peaks[1], some.y);
-        peaks[2] = fmaxf(peaks[2], some.z);
-        peaks[3] = fmaxf(peaks[3], some.w);
-        peaks[4] = fmaxf(peaks[4], more.x);
-        peaks[5] = fmaxf(peaks[5], more.y);
+        const float4 first = reinterpret_cast<const float4*>(a.peaks)[2 * i];
+        const float2 last = reinterpret_cast<const float2*>(a.peaks)[4 * i + 2];
+        peaks[NEGATED_LSE] = fmaxf(peaks[NEGATED_LSE], first.x);
+        peaks[LARGEST_LSE] = fmaxf(peaks[LARGEST_LSE], first.y);
+        peaks[NEGATED_WEIGHT] = fmaxf(peaks[NEGATED_WEIGHT], first.z);
+        peaks[LARGEST_BOUND] = fmaxf(peaks[LARGEST_BOUND], first.w);
+        peaks[ANY_CERTAIN] = fmaxf(peaks[ANY_CERTAIN], last.x);
+        peaks[NEGATED_NEGATIVES] = fmaxf(peaks[NEGATED_NEGATIVES], last.y);
     }
     block_largest(peaks);
     const Plan plan = plan_of(peaks, a);
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         *a.plan = plan;
-        // G takes the place of the exponentials: nobody may take it for them another time. The same from every block.
+        // G will overwrite the exponentials: no later pass may use them
         if (a.forward != nullptr && !plan.kept) a.forward->status = 1;
     }
     const float upstream = a.upstream == nullptr ? 1.0f : *a.upstream;

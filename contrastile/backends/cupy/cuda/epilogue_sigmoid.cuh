@@ -5,17 +5,16 @@
 
 namespace contrastile {
 
-// Sums over pairs of one row. softplus(a) = max(a, 0) + log(1 + e), e = exp(-|a|) in [0, 1], and the logarithms of many
-// pairs are the logarithm of one product: one multiply-add per pair instead of a polynomial.
-// The product is held less 1: p + e + p e has all digits of a p far below 1, where 1 + p has none.
-// Its roundings, two a pair, add up: two chains are as exact as a sum over the pairs of both. Each has at most 64 pairs,
-// for p may come to 2^pairs.
+// Sums over pairs of one row. softplus(a) = max(a, 0) + log(1 + e), e = exp(-|a|) in [0, 1]. The logarithms of many pairs
+// are the logarithm of one product: one multiply-add per pair instead of a polynomial.
+// The product is stored as p, the product less 1: the update p + e + p e keeps all digits of a small p, 1 + p would not.
+// It rounds twice per pair, so two chains halve the error. Each has at most 64 pairs, for p may reach 2^pairs.
 struct AdditiveSums {
     float above = 0.0f;            // of max(a, 0) log2 e
     float product_less_1[2] = {};  // prod (1 + e) - 1 over the pairs of either chain
     float slope = 0.0f;
 
-    // y = x log2 e of one more pair; its slope. y = -inf, what `admit` writes, costs nothing and has no slope.
+    // Adds one pair, y = x log2 e, and returns its slope. y = -inf, which `admit` writes, adds nothing and has slope 0.
     __device__ __forceinline__ float add(float y, bool positive, int chain) {
         const float at = positive ? -y : y;
         const float e = exp2_fast(-fabsf(at)), one_plus_e = 1.0f + e;  // neither overflows nor cancels

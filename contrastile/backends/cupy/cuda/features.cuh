@@ -35,7 +35,7 @@ __device__ __forceinline__ Row<T> row_of(const Matrix& x, long long i) {
     return {static_cast<const T*>(x.data) + i * x.row_stride};
 }
 
-// This lane's share of <a, b>: Sum is float, or double where each eight products are added in float first.
+// This lane's share of <a, b>. Sum is float or double; eight products at a time are added in float first.
 template <class Sum, class A, class B>
 __device__ __forceinline__ Sum lane_dot(const Row<A>& a, const Row<B>& b, long long depth, int lane) {
     Sum sum = 0;
@@ -57,13 +57,13 @@ __device__ __forceinline__ Sum lane_dot(const Row<A>& a, const Row<B>& b, long l
     return sum;
 }
 
-// The column of a row's positive, or -1 where it has none in this block or may not see it.
-__device__ __forceinline__ long long named(long long positive, long long excluded, long long n) {
+// The column of a row's positive; -1 if it is outside this block or excluded.
+__device__ __forceinline__ long long positive_column(long long positive, long long excluded, long long n) {
     return positive >= 0 && positive < n && positive != excluded ? positive : -1;
 }
 
-// Element i of a list, -1 for a list that is not there.
-__device__ __forceinline__ long long listed(const long long* list, long long i) {
+// Element i of a list of indices; -1 if the list is null.
+__device__ __forceinline__ long long index_or_none(const long long* list, long long i) {
     return list == nullptr ? -1 : list[i];
 }
 

@@ -3,7 +3,7 @@
 
 namespace contrastile {
 
-// The sum of all blocks' parts, in their order, by the block that leaves the last of them.
+// The block that finishes last adds the parts of all blocks, in their order.
 __device__ __forceinline__ void add_parts(const FinalizeRowsArguments& a, double part, double (&buffer)[8]) {
     __shared__ bool last;
     if (threadIdx.x == 0) {
@@ -15,7 +15,7 @@ __device__ __forceinline__ void add_parts(const FinalizeRowsArguments& a, double
     if (!last) return;
     __threadfence();
     double sum = 0.0;
-    // past the cache of this multiprocessor: others wrote them
+    // bypass L1, because other multiprocessors wrote the parts
 #pragma unroll 4
     for (long long i = threadIdx.x; i < a.all_blocks; i += THREADS) sum += __ldcg(a.parts + i);
     sum = warp_sum(sum);
@@ -29,8 +29,8 @@ __device__ __forceinline__ void add_parts(const FinalizeRowsArguments& a, double
 
 // out = scale sums / gradient_scale, and inner = sum of <features_i, sums_i> / gradient_scale over the rows of all chunks.
 //
-// The shares of sums are added in their order, and read once: eight products at a time in float32, their sums in
-// double. gradient_scale is a power of two.
+// The shares of sums are read once and added in their order. Inner products add eight products at a time in float32 and
+// these in double. gradient_scale is a power of two.
 template <class T>
 __global__ void __launch_bounds__(256) finalize_rows(const __grid_constant__ FinalizeRowsArguments a) {
     static_assert(LINES == 8, "a warp takes one row");
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(256) finalize_rows(const __grid_constant__ Fin
     __syncthreads();
     inner = 0.0;
     for (int w = 0; w < 8; ++w) inner += parts[w];
-    // parts is written again by the block that comes last, which all threads have passed by then
+    // the last block reuses `parts`: all its threads have read them before the barrier in add_parts
     add_parts(a, inner, parts);
 }
 

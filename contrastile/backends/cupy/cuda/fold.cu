@@ -1,15 +1,14 @@
 // The folds: a chunk's partials join the running state, and the last chunk gives the statistics.
 //
-// A block folds FOLD rows or columns: 8 warps share the tiles, 32 lanes are neighbouring rows. All sums are in double: a
-// pass over n / tile partials a row costs nothing beside the n products that made them, and the result is as exact as
-// the partials were.
+// A block folds FOLD rows or columns: 8 warps share the tiles, 32 lanes are neighbouring rows. All sums are in double: n /
+// tile partials per row cost nothing beside the n products that made them, and the result is as exact as the partials.
 #include "arguments_small.cuh"
 #include "elements.cuh"
 #include "reduce.cuh"
 
 namespace contrastile {
 
-// One double a warp and lane. Every sum is taken in the order of the tiles within a warp, then in that of the warps.
+// One double per warp and lane. Sums are taken in the order of the tiles within a warp, then in the order of the warps.
 struct FoldBuffer {
     double at[8][FOLD];
 
@@ -27,7 +26,7 @@ struct FoldBuffer {
     }
 };
 
-// Sum over tiles of parts (tiles, stride) at i, in double; for lanes of warp 0. `there`: whether i is a row at all.
+// Sum over tiles of parts (tiles, stride) at i, in double; for lanes of warp 0. `there`: whether i is in range.
 __device__ __forceinline__ double fold_sum(const float* parts, long long stride, long long tiles, long long i,
                                            bool there, FoldBuffer& buffer) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -40,7 +39,7 @@ __device__ __forceinline__ double fold_sum(const float* parts, long long stride,
 }
 
 // log2 of the sum over tiles of sums 2^reference, both (tiles, stride), at i; for lanes of warp 0. The largest reference
-// is taken off before anything is rounded to float.
+// is subtracted before anything is rounded to float.
 __device__ __forceinline__ double fold_log(const float* sums, const float* references, long long stride, long long tiles,
                                            long long i, bool there, FoldBuffer& buffer) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -64,7 +63,7 @@ __device__ __forceinline__ double fold_log(const float* sums, const float* refer
     return shift + log2(buffer.sum(sum, warp, lane));
 }
 
-// log2 of what a running state stands for: sums against the plan's reference (fast), or log2-sum-exp2s (SAFE).
+// log2 of a running state, which is a sum against the plan's reference, or with SAFE already a logarithm.
 template <bool SAFE>
 __device__ __forceinline__ double log_of(double total, const Plan* plan) {
     return SAFE ? total : log2(total) + plan->reference;
@@ -87,17 +86,17 @@ __device__ __forceinline__ void fold_side(const FoldSide& side, long long block,
     if (!side.last) return;
     const double log = log_of<SAFE>(total, plan);
     if (!SAFE) {
-        // a sum so small that terms that underflowed could matter; NaN is not trusted
+        // a sum below the threshold may have lost terms to underflow; NaN fails the comparison
         const bool trusted =
             total >= static_cast<double>(plan->threshold) * side.terms || (side.empty && total == 0.0);
-        // or-ing a bit gives the same word in any order
+        // an atomic OR gives the same word in any order
         if (!trusted) atomicOr(&plan->status, 1);
     }
     side.lse[i] = log * LN2 + plan->bias;
 }
 
-// Positives that ids name. Of exactly one, its logit is the log-sum-exp: the dot times alpha, in double, which the tile
-// kernels of the backward pass find again to the last bit of their own.
+// Positives that ids name. The log-sum-exp of exactly one positive is its logit: the dot times alpha, in double. The tile
+// kernels of the backward pass form the same logit, to the last bit.
 template <bool SAFE>
 __device__ __forceinline__ void fold_side(const PositiveSide& side, long long block, Plan* plan, FoldBuffer& buffer) {
     const long long i = block * FOLD + threadIdx.x % 32;
@@ -129,13 +128,13 @@ __device__ __forceinline__ void fold_side(const PositiveSide& side, long long bl
     side.lse[i] = log_of<SAFE>(total, plan) * LN2 + plan->bias;
 }
 
-// Both sides, on the path that stands: SAFE where plan->status is 1. A fast fold that is doubted halfway leaves numbers
-// behind that the safe one overwrites, from its first chunk on.
+// Both sides, if SAFE matches plan->status. If a fast fold raises the status halfway, the safe one starts again from its
+// first chunk and overwrites everything.
 template <bool SAFE, class Arguments>
 __device__ __forceinline__ void fold_sides(const Arguments& a) {
     __shared__ FoldBuffer buffer;
     __shared__ int status;
-    // read once a block: another block may raise it meanwhile, and all threads must take the same branch
+    // one thread reads the status, because another block may raise it and all threads must take the same branch
     if (threadIdx.x == 0) status = *const_cast<volatile int*>(&a.plan->status);
     __syncthreads();
     if ((status != 0) != SAFE) return;

@@ -1,8 +1,8 @@
 // Row and column statistics of one chunk of X in one pass over its tiles, for sm_80 and later.
 //
 // forward_sm80<P, SAFE, MASK, STAGES>: P one of products_sm80.cuh; any grid, best min(tiles, 2 SMs) blocks of BLOCK
-// threads, SHARED_BYTES<STAGES> bytes of dynamic shared memory. Each tile writes one partial a row and one a column;
-// a fold adds them in the order of the tiles, so the result does not depend on which tile was first.
+// threads, SHARED_BYTES<STAGES> bytes of dynamic shared memory. Each tile writes one partial per row and one per column.
+// A fold adds them in the order of the tiles, so the result does not depend on the order of execution.
 #include "epilogue_forward.cuh"
 #include "tile_sm80.cuh"
 
@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_rows(float (&to)[SIDE], const float (&row)
         for (int q = 0; q < 2; ++q) to[thread.row(s, q)] = row[s][q];
 }
 
-// A number of row or column threadIdx.x of the tile, to its place among the partials.
+// Writes a number of row or column threadIdx.x of the tile to its place among the partials.
 __device__ __forceinline__ void write(float* parts, long long stride, int tile, int first, int length, float value) {
     const int at = first + threadIdx.x;
     if (at < length) parts[tile * stride + at] = value;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void write_column(float* parts, const ForwardArgument
     write(parts, a.columns.stride, at.row / SIDE, at.column, a.chunk.width, value);
 }
 
-// Sums over the tile's rows of its left and right warps, and over its columns of the upper and lower ones, to their places.
+// Writes row sums, joined over left and right warps, and column sums, joined over upper and lower warps.
 __device__ __forceinline__ void write_sums(const ForwardStorage& storage, const ForwardArguments& a, Tile at, int which,
                                            float* rows, float* columns) {
     const int line = threadIdx.x, side = line / WARP_SIDE, column = line % WARP_SIDE;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void write_sums(const ForwardStorage& storage, const 
     if (a.columns.sums != nullptr) write_column(columns, a, at, parts[side][column] + parts[2 + side][column]);
 }
 
-// The same of sums in two parts.
+// The same for sums in two parts.
 __device__ __forceinline__ void write_dots(const ForwardStorage& storage, const ForwardArguments& a, Tile at) {
     const int line = threadIdx.x, side = line / WARP_SIDE, column = line % WARP_SIDE;
     TwoPart row = {storage.rows[0][0][line], storage.rows[2][0][line]};
@@ -91,23 +91,24 @@ __device__ __forceinline__ void write_dots(const ForwardStorage& storage, const 
     write_row(a.rows.dots, a, at, row.high);
     write_row(a.rows.dots_low, a, at, row.rest());
     if (a.columns.sums == nullptr) return;
-    TwoPart found = {storage.sums[side][column], storage.lows[side][column]};
-    found += TwoPart{storage.sums[2 + side][column], storage.lows[2 + side][column]};
-    write_column(a.columns.dots, a, at, found.high);
-    write_column(a.columns.dots_low, a, at, found.rest());
+    TwoPart sum = {storage.sums[side][column], storage.lows[side][column]};
+    sum += TwoPart{storage.sums[2 + side][column], storage.lows[2 + side][column]};
+    write_column(a.columns.dots, a, at, sum.high);
+    write_column(a.columns.dots_low, a, at, sum.rest());
 }
 
-// The same of sums that have references of their own.
-__device__ __forceinline__ void write_guarded(const ForwardStorage& storage, const ForwardArguments& a, Tile at, float* rows,
-                                              float* row_references, float* columns, float* column_references) {
+// The same for sums with references of their own.
+__device__ __forceinline__ void write_guarded(const ForwardStorage& storage, const ForwardArguments& a, Tile at,
+                                              float* rows, float* row_references, float* columns,
+                                              float* column_references) {
     const int line = threadIdx.x, side = line / WARP_SIDE, column = line % WARP_SIDE;
     const Guarded row = join_guarded<2>(&storage.rows[0][0][line], &storage.rows[1][0][line], SIDE);
     write_row(rows, a, at, row.sum);
     write_row(row_references, a, at, row.reference);
     if (a.columns.sums == nullptr) return;
-    const Guarded found = join_guarded<2>(&storage.sums[side][column], &storage.others[side][column], 2 * WARP_SIDE);
-    write_column(columns, a, at, found.sum);
-    write_column(column_references, a, at, found.reference);
+    const Guarded joined = join_guarded<2>(&storage.sums[side][column], &storage.others[side][column], 2 * WARP_SIDE);
+    write_column(columns, a, at, joined.sum);
+    write_column(column_references, a, at, joined.reference);
 }
 
 // TARGET: sums of the dots of positive pairs and their counts, then of their exponentials.
@@ -135,7 +136,7 @@ __device__ __forceinline__ void add_positives(const Accumulators& dots, ForwardS
     __syncthreads();
     write_dots(storage, a, at);
     write_sums(storage, a, at, 1, a.rows.counts, a.columns.counts);
-    __syncthreads();  // the same memory serves what comes next, here and below
+    __syncthreads();  // the next step reuses this memory, here and below
     positive_powers<SAFE, MASK, STRIPS, GROUPS>(dots, rows, inside, ids, columns, alpha, shift, thread.lane, row, count,
                                                 storage.sums[thread.warp], storage.others[thread.warp]);
     store_rows(storage.rows[0][thread.warp % 2], row, thread);
@@ -149,7 +150,7 @@ __device__ __forceinline__ void add_positives(const Accumulators& dots, ForwardS
     __syncthreads();
 }
 
-// What add_positives writes of a tile without positives.
+// What add_positives would write for a tile without positives.
 template <int SAFE>
 __device__ __forceinline__ void leave_no_positives(const ForwardArguments& a, Tile at) {
     write_row(a.rows.dots, a, at, 0.0f);
@@ -167,7 +168,7 @@ __device__ __forceinline__ void leave_no_positives(const ForwardArguments& a, Ti
 
 // Whether the tile's named columns are in shared memory.
 template <int MASK>
-__device__ __forceinline__ bool named(const ForwardArguments& a, Tile at) {
+__device__ __forceinline__ bool loads_pairs(const ForwardArguments& a, Tile at) {
     return MASK >= EXCLUSIONS || a.plan->off_diagonal != 0 || on_diagonal(a.chunk, at.row, at.column, SIDE, SIDE);
 }
 
@@ -179,21 +180,21 @@ __global__ void __launch_bounds__(BLOCK, 2) forward_sm80(const __grid_constant__
     ForwardStorage& storage = *reinterpret_cast<ForwardStorage*>(memory + STAGES * 2 * STEP_SIDE);
     const Thread thread;
     const Order order(a.chunk, a.features.band);
-    const float alpha = usable_scale(a.plan->alpha), shift = -a.plan->reference;
+    const float alpha = nonzero_scale(a.plan->alpha), shift = -a.plan->reference;
     Stream<STAGES> stream(a.features, a.chunk, sizeof(typename P::Type), shared);
     for (int tile = blockIdx.x; tile < order.tiles(); tile += gridDim.x) {
         const Tile at = order.at(tile);
-        // of plain pairs only where a row may have its positive; the stream's barriers part writers and readers
-        if (LIMITED<MASK> || named<MASK>(a, at)) store_pairs<MASK>(storage.pairs, a.pairs, a.chunk, at);
+        // without masks, only if a row may have its positive here; the stream's barriers separate writers from readers
+        if (LIMITED<MASK> || loads_pairs<MASK>(a, at)) store_pairs<MASK>(storage.pairs, a.pairs, a.chunk, at);
         Accumulators dots;
         tile_of_dots<P>(stream, thread, dots);
         const bool masked = MASK >= EXCLUSIONS && touched<MASK>(storage.pairs);
         if (MASK == TARGET && masked) add_positives<SAFE, MASK>(dots, storage, a, at, thread, alpha, shift);
         if (MASK == TARGET && !masked) leave_no_positives<SAFE>(a, at);
         if (masked || at.row + SIDE > a.chunk.height || at.column + SIDE > a.chunk.width)
-            admit_tile<MASK>(dots, storage, a, at, thread, left_out<SAFE, MASK>(alpha));
-        if (MASK != TARGET && named<MASK>(a, at) && holds_positives(storage, thread))
-            hide_positives(dots, storage, thread, left_out<SAFE, MASK>(alpha));
+            admit_tile<MASK>(dots, storage, a, at, thread, masked_dot_for<SAFE, MASK>(alpha));
+        if (MASK != TARGET && loads_pairs<MASK>(a, at) && holds_positives(storage, thread))
+            hide_positives(dots, storage, thread, masked_dot_for<SAFE, MASK>(alpha));
         const auto limits = limits_of<MASK, FLOORED<SAFE, MASK>>(storage.pairs, thread, a.plan->alpha);
         float row[STRIPS][2], reference[STRIPS][2];
         if (SAFE)

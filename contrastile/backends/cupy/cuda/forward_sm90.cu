@@ -2,13 +2,13 @@
 //
 // forward_sm90<T, SAFE, MASK>: grid of 2 min(SMs / 2, pairs of tile rows times tile columns) blocks of
 // PIPELINE_THREADS threads, ALL_SHARED bytes of dynamic shared memory.
-// Each tile writes one partial a row and one a column; a fold adds them in the order of the tiles, so the result does
-// not depend on which tile was first.
+// Each tile writes one partial per row and one per column. A fold adds them in the order of the tiles, so the result does
+// not depend on the order of execution.
 //
-// forward_guided_sm90<T, SAFE, MASK>: the same with limits of a guide's dots.
+// forward_guided_sm90<T, SAFE, MASK>: the same, but limits are compared with a guide's dots.
 //
-// forward_keeping_sm90<T>: the fast path without masks, which keeps its exponentials too, rounded to T:
-// (height, width), through a tensor map; 0 for positives.
+// forward_keeping_sm90<T>: the fast path without masks. It also keeps its exponentials, rounded to T, (height, width),
+// through a tensor map; they are 0 for positives.
 #include "epilogue_forward.cuh"
 #include "pair_storage_sm90.cuh"
 #include "slabs.cuh"
@@ -17,11 +17,11 @@ namespace contrastile {
 
 template <int SAFE, int MASK>
 struct ForwardEpilogue {
-    // of one consumer: its tile's pairs, and two or three numbers a column of each warp
+    // of one consumer: its tile's pairs, and two or three numbers per column and warp
     struct Storage {
         PairStorage<MASK> pairs;
         float sums[CONSUMER_WARPS][BN], others[CONSUMER_WARPS][BN], lows[MASK == TARGET ? CONSUMER_WARPS : 1][BN];
-        int off_diagonal;  // the plan's
+        int off_diagonal;  // copy of the plan's
     };
     static constexpr int STORAGE_BYTES = 2 * sizeof(Storage), STAGES = 5;
 
@@ -29,7 +29,7 @@ struct ForwardEpilogue {
     Storage& storage;
     int consumer, warp;
     float alpha, shift;
-    Verdict<STRIPS, PRODUCT_VALUES> verdict;
+    BeyondMask<STRIPS, PRODUCT_VALUES> beyond_mask;
 
     __device__ __forceinline__ ForwardEpilogue(const ForwardArguments& a, const TensorMap&, unsigned char* memory,
                                                int consumer_, int warp_)
@@ -37,7 +37,7 @@ struct ForwardEpilogue {
           storage(reinterpret_cast<Storage*>(memory)[consumer_]),
           consumer(consumer_),
           warp(warp_),
-          alpha(usable_scale(a.plan->alpha)),
+          alpha(nonzero_scale(a.plan->alpha)),
           shift(SAFE ? 0.0f : -a.plan->reference) {
         if (MASK >= EXCLUSIONS) return;
         if (consumer_thread() == 0) storage.off_diagonal = a.plan->off_diagonal;
@@ -45,17 +45,17 @@ struct ForwardEpilogue {
     }
 
     __device__ __forceinline__ void prefetch(const Place& tile) {
-        storage.pairs.prefetch(arguments.pairs, arguments.chunk, tile, consumer_thread(), named(tile));
+        storage.pairs.prefetch(arguments.pairs, arguments.chunk, tile, consumer_thread(), loads_pairs(tile));
     }
 
-    __device__ __forceinline__ void judge(const float (&guide)[STRIPS][PRODUCT_VALUES]) {
-        verdict.decide(guide, storage.pairs.limits(1.0f, warp, lane()));
+    __device__ __forceinline__ void compare_guide(const float (&guide)[STRIPS][PRODUCT_VALUES]) {
+        beyond_mask.compare(guide, storage.pairs.limits(1.0f, warp, lane()));
     }
 
     __device__ __forceinline__ void process(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
         leave_negatives(acc, tile);
         if constexpr (GUIDED<MASK>)
-            add_up(acc, tile, verdict);
+            add_up(acc, tile, beyond_mask);
         else
             add_up(acc, tile, storage.pairs.template limits<FLOORED<SAFE, MASK>>(arguments.plan->alpha, warp, lane()));
     }
@@ -76,11 +76,11 @@ struct ForwardEpilogue {
         write_sums(row, reference, tile);
     }
 
-    // Read anew each time, as consumer_thread is.
+    // Read again each time: see consumer_thread.
     static __device__ __forceinline__ int lane() { return consumer_thread() % 32; }
 
-    // Takes what is not to be summed out of a tile, and with TARGET writes the sums over positives, together with the
-    // other warps: all of them, or none.
+    // Masks all pairs of a tile but its negatives. With TARGET it also writes the sums over positives; all warps of the
+    // consumer take that branch together.
     __device__ __forceinline__ void leave_negatives(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
         const Chunk& chunk = arguments.chunk;
         const int lane = this->lane();
@@ -93,20 +93,20 @@ struct ForwardEpilogue {
                                        storage.pairs.touched(arguments.pairs, chunk, tile, warp, lane));
             if (!touched) leave_no_positives(tile);
         } else {
-            touched = named(tile) && storage.pairs.touched(arguments.pairs, chunk, tile, warp, lane);
+            touched = loads_pairs(tile) && storage.pairs.touched(arguments.pairs, chunk, tile, warp, lane);
         }
         if (edge || (MASK >= EXCLUSIONS && touched)) admit_tile(acc, tile, touched);
         if (MASK != TARGET && touched) hide_positives(acc, tile, lane);
-        if (FLOORED<SAFE, MASK> && GUIDED<MASK> && (edge || touched)) verdict.leave_out(acc, nothing(alpha));
+        if (FLOORED<SAFE, MASK> && GUIDED<MASK> && (edge || touched)) beyond_mask.mark(acc, masked_dot(alpha));
     }
 
-    // One row in hand at a time: nothing spills.
+    // One row at a time, so that nothing spills.
     __device__ __forceinline__ void hide_positives(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile,
                                                    int lane) const {
-        each_row<STRIPS>([&](int s, int q) {
+        for_each_row<STRIPS>([&](int s, int q) {
             const int row = row_in_tile(warp, lane, s, q);
-            const int column = storage.pairs.named(arguments.pairs, arguments.chunk, tile, row).x;
-            hide_positive<GROUPS>(acc[s], q, column - 2 * (lane & 3), left_out<SAFE, MASK>(alpha));
+            const int column = storage.pairs.named_columns(arguments.pairs, arguments.chunk, tile, row).x;
+            hide_positive<GROUPS>(acc[s], q, column - 2 * (lane & 3), masked_dot_for<SAFE, MASK>(alpha));
         });
     }
 
@@ -116,13 +116,14 @@ struct ForwardEpilogue {
                    arguments.columns.references);
     }
 
-    // Whether the tile's pairs are in shared memory: plain pairs only where a row may have its positive.
-    __device__ __forceinline__ bool named(const Place& tile) const {
-        return MASK >= EXCLUSIONS || storage.off_diagonal != 0 || on_diagonal(arguments.chunk, tile.row, tile.column, BM, BN);
+    // Whether the tile's pairs are loaded to shared memory: without masks, only if a row may have its positive here.
+    __device__ __forceinline__ bool loads_pairs(const Place& tile) const {
+        return MASK >= EXCLUSIONS || storage.off_diagonal != 0 ||
+               on_diagonal(arguments.chunk, tile.row, tile.column, BM, BN);
     }
 
-    // Sums of the rows, and those of the columns that all warps have left in shared memory, to their places; SAFE with
-    // their references.
+    // Writes the row sums, and the column sums that all warps have stored in shared memory; with SAFE also their
+    // references.
     __device__ __forceinline__ void write_side(const float (&row)[STRIPS][2], const float (&reference)[STRIPS][2],
                                                const Place& tile, float* rows, float* row_references, float* columns,
                                                float* column_references) {
@@ -130,12 +131,12 @@ struct ForwardEpilogue {
         if (SAFE) write_rows(reference, row_references, tile);
         consumer_sync(consumer);
         if (arguments.columns.sums == nullptr) return;
-        each_column(tile, [&](int column, long long at) {
+        for_each_column(tile, [&](int column, long long at) {
             if (SAFE) {
-                const Guarded found =
+                const Guarded sum =
                     join_guarded<CONSUMER_WARPS>(&storage.sums[0][column], &storage.others[0][column], BN);
-                columns[at] = found.sum;
-                column_references[at] = found.reference;
+                columns[at] = sum.sum;
+                column_references[at] = sum.reference;
             } else {
                 columns[at] = joined(storage.sums, column);
             }
@@ -148,19 +149,19 @@ struct ForwardEpilogue {
         PairRow rows[STRIPS][2];
         bool inside[STRIPS][2];
         const int first = 2 * (lane & 3), columns = chunk.width - tile.column - first;
-        each_row<STRIPS>([&](int s, int q) {
+        for_each_row<STRIPS>([&](int s, int q) {
             const int row = row_in_tile(warp, lane, s, q);
             inside[s][q] = tile.row + row < chunk.height;
             rows[s][q] = PairRow{-1, -1, 0};
             if (MASK >= EXCLUSIONS)
-                rows[s][q] = storage.pairs.row(storage.pairs.named(arguments.pairs, chunk, tile, row), row, first);
+                rows[s][q] = storage.pairs.row(storage.pairs.named_columns(arguments.pairs, chunk, tile, row), row, first);
         });
         const long long* ids = storage.pairs.ids(first);
         if (MASK == TARGET && touched) add_positives(acc, rows, inside, ids, columns, tile);
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
             admit<MASK, GROUPS, true>(acc[s], rows[s], ids, inside[s][0], inside[s][1], columns,
-                                      left_out<SAFE, MASK>(alpha));
+                                      masked_dot_for<SAFE, MASK>(alpha));
     }
 
     __device__ __forceinline__ void add_positives(const float (&acc)[STRIPS][PRODUCT_VALUES],
@@ -175,7 +176,7 @@ struct ForwardEpilogue {
         write_rows(counts, arguments.rows.counts, tile);
         consumer_sync(consumer);
         if (arguments.columns.sums != nullptr)
-            each_column(tile, [&](int column, long long at) {
+            for_each_column(tile, [&](int column, long long at) {
                 TwoPart sum;
 #pragma unroll
                 for (int w = 0; w < CONSUMER_WARPS; ++w)
@@ -184,7 +185,7 @@ struct ForwardEpilogue {
                 arguments.columns.dots_low[at] = sum.rest();
                 arguments.columns.counts[at] = joined(storage.others, column);
             });
-        consumer_sync(consumer);  // the same memory serves what comes next, here and below
+        consumer_sync(consumer);  // the next step reuses this memory, here and below
         positive_powers<SAFE, MASK, STRIPS, GROUPS>(acc, rows, inside, ids, columns, alpha, shift, lane, dots, counts,
                                                     storage.sums[warp], storage.others[warp]);
         write_side(dots, counts, tile, arguments.rows.positive_sums, arguments.rows.positive_references,
@@ -192,7 +193,7 @@ struct ForwardEpilogue {
         consumer_sync(consumer);
     }
 
-    // What add_positives writes of a tile without positives.
+    // What add_positives would write for a tile without positives.
     __device__ __forceinline__ void leave_no_positives(const Place& tile) const {
         const float none[STRIPS][2] = {};
         const Partials &rows = arguments.rows, &columns = arguments.columns;
@@ -202,7 +203,7 @@ struct ForwardEpilogue {
         write_rows(none, rows.positive_sums, tile);
         if (SAFE) write_rows(none, rows.positive_references, tile);
         if (columns.sums == nullptr) return;
-        each_column(tile, [&](int, long long at) {
+        for_each_column(tile, [&](int, long long at) {
             columns.dots[at] = columns.dots_low[at] = columns.counts[at] = columns.positive_sums[at] = 0.0f;
             if (SAFE) columns.positive_references[at] = 0.0f;
         });
@@ -216,17 +217,17 @@ struct ForwardEpilogue {
         contrastile::write_rows(row, parts, arguments.rows.stride, tile, arguments.chunk.height, warp, lane());
     }
 
-    // put(column of the tile, its place among the partials) for this thread's columns.
+    // Calls put(column of the tile, its place among the partials) for this thread's columns.
     template <class Put>
-    __device__ __forceinline__ void each_column(const Place& tile, Put put) const {
-        if (tile.row >= arguments.chunk.height) return;  // the second block of the last pair may have no rows at all
+    __device__ __forceinline__ void for_each_column(const Place& tile, Put put) const {
+        if (tile.row >= arguments.chunk.height) return;  // the second block of the last pair may have no rows
         const long long line = tile.row / BM * arguments.columns.stride + tile.column;
         for (int column = consumer_thread(); column < BN; column += WARPGROUP)
             if (tile.column + column < arguments.chunk.width) put(column, line + column);
     }
 };
 
-// Of T, the dtype of the exponentials that are kept.
+// T: dtype of the kept exponentials.
 template <class T>
 struct KeepingEpilogue : ForwardEpilogue<0, PLAIN> {
     using Base = ForwardEpilogue<0, PLAIN>;
@@ -251,7 +252,7 @@ struct KeepingEpilogue : ForwardEpilogue<0, PLAIN> {
         shared_sums_kept<T, STRIPS, GROUPS>(
             acc, alpha, shift, lane, row, storage.sums[warp], [&](int s, int pair, const unsigned (&values)[4]) {
                 const int part = pair / PAIRS, slab = STRIPS * part + s;
-                // the slabs of both strips are open at a time
+                // the slabs of both strips are open together
                 if (pair % PAIRS == 0 && s == 0) writer.open();
                 if (pair % PAIRS == 0 && s == 1) writer.template open<1>();
                 writer.put(slab, pair % PAIRS, values);

@@ -1,7 +1,7 @@
 // gradient_scale * G of one chunk, rounded once to the features' type, for sm_80 and later.
 //
-// gradient_sm80<P, MASK, STAGES>: grid, threads and shared memory as forward_sm80. The exponent (epilogue_gradient.cuh)
-// is chosen on the device from the plan. Positives, by index or by ids, have theirs in float32, before it is rounded.
+// gradient_sm80<P, MASK, STAGES>: grid, threads and shared memory as forward_sm80. The plan chooses the exponent
+// (epilogue_gradient.cuh) on the device. G of a positive is float32 until it is rounded.
 #include "epilogue_gradient.cuh"
 #include "tile_sm80.cuh"
 
@@ -27,8 +27,8 @@ static_assert(sizeof(GradientStorage) <= STORAGE_BYTES);
 
 __device__ __forceinline__ float2 two(const float* list, int at) { return *reinterpret_cast<const float2*>(list + at); }
 
-// Turns the dots of strip s into G, but for positives by index. CERTAIN: where the plan says so. `masked`: whether some
-// pair of the tile is touched by MASK.
+// Turns the dots of strip s into G, except for positives by index. CERTAIN: plan->certain. `masked`: whether MASK affects
+// some pair of the tile.
 template <int EXPONENT, int MASK, bool CERTAIN>
 __device__ __forceinline__ void strip_of_g(float (&value)[4 * GROUPS], int s, const GradientStorage& storage,
                                            const GradientArguments& a, Tile at, const Thread& thread, float alpha,
@@ -55,25 +55,26 @@ __device__ __forceinline__ void strip_of_g(float (&value)[4 * GROUPS], int s, co
         for (int e = 0; e < 4; ++e) {
             const int q = e >> 1, c = e & 1;
             const float dot = value[4 * g + e];
-            float x = attraction<EXPONENT, LIMITED<MASK>>(dot, alpha, reference, first[q], weight[q],
-                                           c ? column_first.y : column_first.x, c ? column_weight.y : column_weight.x,
-                                           limits.beyond_row(dot, s, 4 * g + e), limits.beyond_column(dot, s, 4 * g + e));
+            float x = admitted_gradient<EXPONENT, LIMITED<MASK>>(
+                dot, alpha, reference, first[q], weight[q], c ? column_first.y : column_first.x,
+                c ? column_weight.y : column_weight.x, limits.beyond_row(dot, s, 4 * g + e),
+                limits.beyond_column(dot, s, 4 * g + e));
             if (MASK >= EXCLUSIONS && masked) {
-                const Standing pair = standing<MASK>(rows[q], 8 * g + c, c ? id.y : id.x);
-                if (!pair.admitted) x = 0.0f;
-                if (MASK == TARGET && !CERTAIN && pair.positive) x -= taken[q] + (c ? column_taken.y : column_taken.x);
-                // what lies outside the chunk may look positive: nothing may be read for it
-                if (CERTAIN && pair.positive && at.row + thread.row(s, q) < a.chunk.height &&
+                const PairStatus status = pair_status<MASK>(rows[q], 8 * g + c, c ? id.y : id.x);
+                if (!status.admitted) x = 0.0f;
+                if (MASK == TARGET && !CERTAIN && status.positive) x -= taken[q] + (c ? column_taken.y : column_taken.x);
+                // a pair outside the chunk may look positive: nothing may be read for it
+                if (CERTAIN && status.positive && at.row + thread.row(s, q) < a.chunk.height &&
                     at.column + column + 8 * g + c < a.chunk.width)
-                    x = certain_part(dot, alpha, a.row, a.chunk.row + at.row + thread.row(s, q)) +
-                        certain_part(dot, alpha, a.column, a.chunk.column + at.column + column + 8 * g + c);
+                    x = certain_gradient(dot, alpha, a.row, a.chunk.row + at.row + thread.row(s, q)) +
+                        certain_gradient(dot, alpha, a.column, a.chunk.column + at.column + column + 8 * g + c);
             }
             value[4 * g + e] = x;
         }
     }
 }
 
-// Puts G of positives by index in its place in strip s. A row has one at most; most tiles have none.
+// Writes G of positives by index to strip s. A row has at most one; most tiles have none.
 __device__ __forceinline__ void put_positives(float (&value)[4 * GROUPS], int s, const GradientStorage& storage,
                                                const Thread& thread) {
 #pragma unroll
@@ -100,12 +101,12 @@ __device__ __forceinline__ void write_g(Accumulators& dots, const GradientStorag
                                             masked);
         if (MASK != TARGET) put_positives(dots[s], s, storage, thread);
         store_strip(dots[s], s, static_cast<T*>(a.g), a.g_stride, a.chunk, at, thread);
-        // nothing waits here: but the next strip reads its columns anew, where keeping them in registers would spill
+        // no data depends on this barrier: it makes the compiler reload the columns for the next strip instead of spilling
         __syncwarp();
     }
 }
 
-// `certain`: the plan says so, and then it is never SHARED.
+// `certain`: plan->certain; `exponent` is not SHARED then.
 template <int MASK, class T>
 __device__ __forceinline__ void choose_g(int exponent, bool certain, Accumulators& dots, const GradientStorage& storage,
                                          const GradientArguments& a, Tile at, const Thread& thread) {

@@ -1,9 +1,9 @@
 // gradient_scale * G of one chunk, rounded once to the features' dtype, for sm_90a.
 //
-// gradient_sm90<T, MASK>: grid, threads and shared memory as forward_sm90. gradient_guided_sm90<T, MASK>: the same with
-// limits of a guide's dots.
-// The exponent (epilogue_gradient.cuh) is chosen on the device from the plan. Positives, by index or by ids, have theirs
-// in float32: a warp that has a positive by index runs the same code with one comparison an element.
+// gradient_sm90<T, MASK>: grid, threads and shared memory as forward_sm90. gradient_guided_sm90<T, MASK>: the same, but
+// limits are compared with a guide's dots.
+// The plan chooses the exponent (epilogue_gradient.cuh) on the device. G of a positive is float32 until it is rounded. A
+// warp that has a positive by index runs the same code with one comparison per element.
 #include "epilogue_gradient.cuh"
 #include "pair_storage_sm90.cuh"
 #include "slabs.cuh"
@@ -12,7 +12,7 @@ namespace contrastile {
 
 template <class T, int MASK>
 struct GradientEpilogue {
-    // of one side of a consumer's tile; aligned, for pairs of a vector are read in one go
+    // of one side of a consumer's tile; aligned, because two elements are read at once
     template <int LENGTH>
     struct alignas(16) SideStorage {
         float first[LENGTH], weight[LENGTH], taken[MASK == TARGET ? LENGTH : 1];
@@ -40,7 +40,7 @@ struct GradientEpilogue {
     Storage& storage;
     int consumer, warp;
     float alpha, reference;
-    Verdict<STRIPS, PRODUCT_VALUES> verdict;
+    BeyondMask<STRIPS, PRODUCT_VALUES> beyond_mask;
 
     __device__ __forceinline__ GradientEpilogue(const GradientArguments& a, const TensorMap& g_, unsigned char* memory_,
                                                 int consumer_, int warp_)
@@ -72,8 +72,8 @@ struct GradientEpilogue {
                                  thread);
     }
 
-    __device__ __forceinline__ void judge(const float (&guide)[STRIPS][PRODUCT_VALUES]) {
-        verdict.decide(guide, storage.pairs.limits(1.0f, warp, consumer_thread() % 32));
+    __device__ __forceinline__ void compare_guide(const float (&guide)[STRIPS][PRODUCT_VALUES]) {
+        beyond_mask.compare(guide, storage.pairs.limits(1.0f, warp, consumer_thread() % 32));
     }
 
     __device__ __forceinline__ void process(const float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) const {
@@ -95,15 +95,15 @@ struct GradientEpilogue {
     // A thread's two rows of a strip.
     struct Rows {
         float first[2], weight[2];
-        float positive[2];  // G of its positive by index; by ids what a positive takes away
+        float positive[2];  // G of its positive by index; with TARGET the target that G of a positive subtracts
         PairRow pair[2];
     };
 
-    __device__ __forceinline__ int2 named(const Place& tile, int row) const {
-        return storage.pairs.named(arguments.pairs, arguments.chunk, tile, row);
+    __device__ __forceinline__ int2 named_columns(const Place& tile, int row) const {
+        return storage.pairs.named_columns(arguments.pairs, arguments.chunk, tile, row);
     }
 
-    // CERTAIN: where the plan says so, and then it is never SHARED.
+    // CERTAIN: plan->certain; EXPONENT is not SHARED then.
     template <int EXPONENT, bool CERTAIN = false>
     __device__ __forceinline__ void choose_positives(const float (&acc)[STRIPS][PRODUCT_VALUES],
                                                      const Place& tile) const {
@@ -124,7 +124,7 @@ struct GradientEpilogue {
             rows.first[q] = storage.row.first[row];
             rows.weight[q] = EXPONENT == SHARED ? 0.0f : storage.row.weight[row];
             if (!POSITIVES) continue;
-            const int2 columns = named(tile, row);
+            const int2 columns = named_columns(tile, row);
             rows.pair[q] = storage.pairs.row(columns, row, first);
             rows.positive[q] = MASK == TARGET ? storage.row.taken[row] : storage.entry[row];
         }
@@ -135,10 +135,10 @@ struct GradientEpilogue {
     __device__ __forceinline__ void write(const float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) const {
         const int lane = consumer_thread() % 32, first = 2 * (lane & 3);
         const Writer writer(g, slabs, lane);
-        // what is needed of the rows is held from the start where there are registers, else read anew for each slab
+        // rows are loaded once if registers suffice, else again for each slab
         const auto limits = [&] {
             if constexpr (GUIDED<MASK>)
-                return verdict;
+                return beyond_mask;
             else
                 return storage.pairs.limits(alpha, warp, lane);
         }();
@@ -158,7 +158,7 @@ struct GradientEpilogue {
                 for (int h = 0; h < 2; ++h) {
                     pack_group<EXPONENT, POSITIVES, CERTAIN>(acc[s], rows, limits, s, part * SLAB_GROUPS + 2 * two + h,
                                                              first, tile, packed[2 * h], packed[2 * h + 1]);
-                    // else the vectors of both groups are read ahead, and spill
+                    // else the compiler loads the vectors of both groups early, and spills
                     if (POSITIVES) asm volatile("" ::: "memory");
                 }
                 writer.put(slab, two, packed);
@@ -171,21 +171,21 @@ struct GradientEpilogue {
         writer.send(slab, tile.row + 64 * (slab % STRIPS) + 16 * warp, tile.column + slab / STRIPS * SLAB_COLUMNS);
     }
 
-    // G of a positive by ids. What lies outside the chunk may look positive: nothing may be read for it.
+    // G of a positive by ids. A pair outside the chunk may look positive: nothing may be read for it.
     __device__ __forceinline__ float certain_positive(float dot, int s, int q, int column, const Place& tile) const {
         const Chunk& chunk = arguments.chunk;
         const int row = tile.row + row_in_tile(warp, consumer_thread() % 32, s, q);
         column += tile.column;
         if (row >= chunk.height || column >= chunk.width) return 0.0f;
-        return certain_part(dot, alpha, arguments.row, chunk.row + row) +
-               certain_part(dot, alpha, arguments.column, chunk.column + column);
+        return certain_gradient(dot, alpha, arguments.row, chunk.row + row) +
+               certain_gradient(dot, alpha, arguments.column, chunk.column + column);
     }
 
     static __device__ __forceinline__ float2 pair_at(const float* list, int g, int first) {
         return *reinterpret_cast<const float2*>(list + 8 * g + first);
     }
 
-    // G of the four values of group g of strip s, rows q = 0 to `top` and q = 1 to `low`.
+    // G of the four values of group g of strip s: `top` for row q = 0, `low` for q = 1.
     template <int EXPONENT, bool POSITIVES, bool CERTAIN, class L>
     __device__ __forceinline__ void pack_group(const float (&dot)[PRODUCT_VALUES], const Rows& rows, const L& limits,
                                                int s, int g, int first, const Place& tile, unsigned& top,
@@ -198,14 +198,14 @@ struct GradientEpilogue {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const int q = e >> 1, c = e & 1, column = 8 * g + c;
-            value[e] = attraction<EXPONENT, LIMITED<MASK>>(dot[4 * g + e], alpha, reference, rows.first[q], rows.weight[q],
-                                            c ? column_first.y : column_first.x, c ? weight.y : weight.x,
-                                            limits.beyond_row(dot[4 * g + e], s, 4 * g + e),
-                                            limits.beyond_column(dot[4 * g + e], s, 4 * g + e));
+            value[e] = admitted_gradient<EXPONENT, LIMITED<MASK>>(
+                dot[4 * g + e], alpha, reference, rows.first[q], rows.weight[q], c ? column_first.y : column_first.x,
+                c ? weight.y : weight.x, limits.beyond_row(dot[4 * g + e], s, 4 * g + e),
+                limits.beyond_column(dot[4 * g + e], s, 4 * g + e));
             if (!POSITIVES) continue;
-            const Standing pair = standing<MASK>(rows.pair[q], column, c ? id.y : id.x);
-            if (MASK >= EXCLUSIONS && !pair.admitted) value[e] = 0.0f;
-            if (!pair.positive) continue;
+            const PairStatus status = pair_status<MASK>(rows.pair[q], column, c ? id.y : id.x);
+            if (MASK >= EXCLUSIONS && !status.admitted) value[e] = 0.0f;
+            if (!status.positive) continue;
             if constexpr (CERTAIN)
                 value[e] = certain_positive(dot[4 * g + e], s, q, first + column, tile);
             else if constexpr (MASK == TARGET)

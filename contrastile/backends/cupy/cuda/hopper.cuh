@@ -1,8 +1,8 @@
 // sm_90a instructions: mbarriers, bulk tensor copies, warpgroup products, clusters. Addresses are 32-bit shared ones.
 //
-// Hazards: scope qualifiers are not free. A release at cluster scope on an arrival compiles to a fence of the whole
-// GPU, an acquire on a wait to an invalidation of L1, once a step. What passes between the roles here is read and
-// written by the copy engine and by wgmma, which mbarriers order by themselves, so no arrival and no wait here carries a qualifier.
+// Hazard: scope qualifiers are not free. A release at cluster scope on an arrival compiles to a fence of the whole GPU, an
+// acquire on a wait to an invalidation of L1, in each step. Only the copy engine and wgmma read and write the data that
+// passes between the roles, and mbarriers order those by themselves. So no arrival and no wait has a qualifier.
 #pragma once
 
 #include "arguments.cuh"
@@ -20,7 +20,7 @@ __device__ __forceinline__ void barrier_init(unsigned barrier, unsigned arrivals
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// One arrival that also announces bytes of copies.
+// Arrives, and announces the bytes of the copies to come.
 __device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -29,7 +29,7 @@ __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrive at the barrier of the same address in another block of the cluster.
+// Arrives at the barrier of the same address in another block of the cluster.
 __device__ __forceinline__ void barrier_arrive(unsigned barrier, unsigned block) {
     asm volatile(
         "{\n.reg .b32 remote;\n"
@@ -51,8 +51,8 @@ __device__ __forceinline__ bool barrier_passed(unsigned barrier, unsigned parity
     return passed != 0;
 }
 
-// Until the phase of this parity is complete. With CONTRASTILE_WATCHDOG a wait that does not end traps; such a build is
-// for finding hangs, never for timing: it may spill.
+// Waits until the phase of this parity is complete. With CONTRASTILE_WATCHDOG a wait that does not end traps. Such a
+// build is for finding hangs, not for timing: it may spill.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
 #ifdef CONTRASTILE_WATCHDOG
     for (int spins = 0; !barrier_passed(barrier, parity); ++spins)
@@ -69,7 +69,7 @@ __device__ __forceinline__ void named_sync(int name, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
-// Whether it is true of any thread; all wait as in named_sync.
+// Whether `mine` is true in any thread; all wait as in named_sync.
 __device__ __forceinline__ bool named_any(int name, int threads, bool mine) {
     int found;
     asm volatile(
@@ -99,7 +99,7 @@ __device__ __forceinline__ void copy_in(unsigned to, const TensorMap& map, int x
         : "memory");
 }
 
-// To the same address, and with the same barrier, in both blocks of a cluster of two.
+// Copies to the same address, with the same barrier, in both blocks of a cluster of two.
 __device__ __forceinline__ void copy_in_both(unsigned to, const TensorMap& map, int x, int y, unsigned barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -108,7 +108,7 @@ __device__ __forceinline__ void copy_in_both(unsigned to, const TensorMap& map, 
         : "memory");
 }
 
-// A vector's BYTES, a multiple of 16; both addresses aligned to 16.
+// Copies BYTES, a multiple of 16, of a vector. Both addresses are aligned to 16.
 template <int BYTES>
 __device__ __forceinline__ void copy_vector_in(unsigned to, const void* from, unsigned barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -123,21 +123,21 @@ __device__ __forceinline__ void copy_out(const TensorMap& map, int x, int y, uns
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until at most LEFT of this thread's copies out still read shared memory.
+// Waits until at most LEFT of this thread's copies out still read shared memory.
 template <int LEFT>
-__device__ __forceinline__ void copies_read() {
+__device__ __forceinline__ void wait_copies_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
 }
 
-// Until all of this thread's copies out are written.
-__device__ __forceinline__ void copies_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Waits until all of this thread's copies out are written.
+__device__ __forceinline__ void wait_copies_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Ordinary stores to shared memory, before the copy engine reads them.
+// Makes ordinary stores to shared memory visible to the copy engine.
 __device__ __forceinline__ void publish_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- small copies into shared memory, asynchronous, through no register
+// ---- small asynchronous copies into shared memory, which use no register
 
-// BYTES (4 or 8) from `from` if `inside`, else zeros; nothing is read outside.
+// Copies BYTES (4 or 8) from `from` if `inside`, else writes zeros and reads nothing.
 template <int BYTES>
 __device__ __forceinline__ void fetch(unsigned to, const void* from, bool inside) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES),
@@ -145,8 +145,8 @@ __device__ __forceinline__ void fetch(unsigned to, const void* from, bool inside
                  : "memory");
 }
 
-// Until this thread's fetches are there.
-__device__ __forceinline__ void fetched() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Waits until this thread's fetches have arrived.
+__device__ __forceinline__ void wait_fetches() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // ---- clusters and registers
 
@@ -165,12 +165,12 @@ __device__ __forceinline__ void cluster_sync() {
 }
 
 template <int REGISTERS>
-__device__ __forceinline__ void give_registers() {
+__device__ __forceinline__ void shrink_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
 template <int REGISTERS>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void grow_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 

@@ -1,14 +1,14 @@
-// The precheck of the forward pass: peaks of the norms, and whether there are off-diagonal positives.
+// The precheck of the forward pass: the largest norms, and whether some positive is off the diagonal.
 #include "features.cuh"
 
 namespace contrastile {
 
-// A feature that is not finite makes the bound infinite, and the path the safe one.
+// A non-finite feature makes the bound infinite, which selects the safe path.
 __device__ __forceinline__ float finite_square(float square) { return square < infinity() ? square : infinity(); }
 
-// Peaks of every LINES rows and columns to peaks (blocks, 4). A warp takes the row and the column of one number.
+// Writes the maxima over every LINES rows and columns to peaks (blocks, 4). A warp takes row i and column i.
 //
-// The third peak says that some row's positive is not the column of its own number: sum_positives has work then.
+// The third maximum is 1 if some row's positive is not the column of the same number. Then sum_positives must run.
 template <class T>
 __global__ void __launch_bounds__(256) measure(const __grid_constant__ MeasureArguments a) {
     static_assert(LINES == 8, "a warp takes one line");
@@ -16,11 +16,11 @@ __global__ void __launch_bounds__(256) measure(const __grid_constant__ MeasureAr
     const long long i = static_cast<long long>(blockIdx.x) * LINES + threadIdx.x / 32;
     float peaks[3] = {0.0f, 0.0f, 0.0f};
     if (i < a.m) {
-        // asked for before the features, which take as long to come
-        const long long positive = listed(a.positives, i), hidden = listed(a.excluded, i);
+        // load the indices first: their latency overlaps with that of the features
+        const long long positive = index_or_none(a.positives, i), hidden = index_or_none(a.excluded, i);
         const Row<T> row = row_of<T>(a.rows, i);
         peaks[0] = finite_square(warp_sum(lane_dot<float>(row, row, a.depth, lane)));
-        const long long j = named(positive, hidden, a.n);
+        const long long j = positive_column(positive, hidden, a.n);
         peaks[2] = j >= 0 && j != i ? 1.0f : 0.0f;
     }
     if (i < a.n) {

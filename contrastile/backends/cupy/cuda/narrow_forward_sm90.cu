@@ -1,8 +1,8 @@
 // Statistics of the rows of narrow features over all columns, on the fast path, for sm_90a.
 //
 // narrow_forward_sm90<T, MASK>: grid of `blocks` blocks, at most one for each tile, of PIPELINE_THREADS threads,
-// ALL_SHARED bytes of dynamic shared memory. Nothing to do where plan->status is 1. Of a tile a thread adds
-// 32 numbers of each of its rows in float32, and tiles in double: a part is rounded once.
+// ALL_SHARED bytes of dynamic shared memory. It returns at once if plan->status is 1. A thread adds 32 numbers per row and
+// tile in float32, and tiles in double, so that a partial is rounded once.
 #include "narrow_sm90.cuh"
 
 namespace contrastile {
@@ -16,14 +16,14 @@ struct ForwardConsumer : Consumer<T, MASK, ColumnIds<MASK>, RowPairs> {
     const NarrowForwardArguments& a;
     const float alpha, shift;
 
-    // Of the thread's share of one of its rows; by ids also sums over positives.
+    // Sums over the thread's share of one row; with TARGET also over positives.
     struct Sums {
         double negatives = 0.0, positives = 0.0, dots = 0.0;
         int count = 0;
     };
 
-    __device__ __forceinline__ ForwardConsumer(const Base& of, const NarrowForwardArguments& a_)
-        : Base(of), a(a_), alpha(usable_scale(a_.forward.plan->alpha)), shift(-a_.forward.plan->reference) {}
+    __device__ __forceinline__ ForwardConsumer(const Base& base, const NarrowForwardArguments& a_)
+        : Base(base), a(a_), alpha(nonzero_scale(a_.forward.plan->alpha)), shift(-a_.forward.plan->reference) {}
 
     __device__ __forceinline__ void part_of_row(const Segment& s, Cursor<STAGES>& now) {
         const Chunk& chunk = a.forward.chunk;
@@ -31,15 +31,15 @@ struct ForwardConsumer : Consumer<T, MASK, ColumnIds<MASK>, RowPairs> {
         Sums sums[2];
         this->wait_for_rows(s);
         for (int tile = s.first; tile < s.last; ++tile) {
-            float x[NARROW_VALUES];  // in here: it must not look alive between two tiles
+            float x[NARROW_VALUES];  // declared here, so that it is dead between two tiles
             this->wait_for(now);
-            products_begin();
+            products_fence();
             this->begin_logits(this->rows_at(s), now.stage, x);
-            const ColumnIds<MASK>& of = stages[now.stage];
-            const bool masked = this->touched(of, tile, chunk.width);
-            products_done<0>();
+            const ColumnIds<MASK>& columns = stages[now.stage];
+            const bool masked = this->touched(columns, tile, chunk.width);
+            products_wait<0>();
             if (masked)
-                add_masked(x, of, tile, sums);
+                add_masked(x, columns, tile, sums);
             else
                 add(x, sums);
             this->release(now.stage);
@@ -52,7 +52,7 @@ struct ForwardConsumer : Consumer<T, MASK, ColumnIds<MASK>, RowPairs> {
     __device__ __forceinline__ void add(const float (&x)[NARROW_VALUES], Sums (&sums)[2]) const {
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
-            float part[4] = {};  // additions wait for one another
+            float part[4] = {};  // four chains, because each addition waits for the one before
 #pragma unroll
             for (int i = 0; i < NARROW_VALUES / 2; ++i)
                 part[i % 4] += exp2_fast(fmaf(x[4 * (i / 2) + 2 * q + i % 2], alpha, shift));
@@ -60,7 +60,7 @@ struct ForwardConsumer : Consumer<T, MASK, ColumnIds<MASK>, RowPairs> {
         }
     }
 
-    __device__ __forceinline__ void add_masked(const float (&x)[NARROW_VALUES], const ColumnIds<MASK>& of, int tile,
+    __device__ __forceinline__ void add_masked(const float (&x)[NARROW_VALUES], const ColumnIds<MASK>& columns, int tile,
                                                Sums (&sums)[2]) const {
         const int left = a.forward.chunk.width - tile * SIDE - 2 * (lane & 3);  // columns from the thread's first on
 #pragma unroll
@@ -69,16 +69,16 @@ struct ForwardConsumer : Consumer<T, MASK, ColumnIds<MASK>, RowPairs> {
             float negatives = 0.0f, positives = 0.0f;
 #pragma unroll
             for (int group = 0; group < NARROW_COLUMNS / 8; ++group) {
-                const longlong2 id = Base::ids_of(of, lane, group);
+                const longlong2 id = Base::ids_of(columns, lane, group);
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     const int column = 8 * group + c;
                     const float dot = x[4 * group + 2 * q + c];
-                    const Standing found = standing<MASK>(pair, column, c ? id.y : id.x);
-                    if (column >= left || !found.admitted) continue;
-                    if (!found.positive) {
+                    const PairStatus status = pair_status<MASK>(pair, column, c ? id.y : id.x);
+                    if (column >= left || !status.admitted) continue;
+                    if (!status.positive) {
                         negatives += exp2_fast(fmaf(dot, alpha, shift));
-                    } else if (MASK == TARGET) {  // of one by index the precheck has taken the logit
+                    } else if (MASK == TARGET) {  // the precheck computes logits of positives by index
                         positives += exact_power(dot, alpha, shift);
                         sums[q].dots += dot;
                         ++sums[q].count;
@@ -94,7 +94,7 @@ struct ForwardConsumer : Consumer<T, MASK, ColumnIds<MASK>, RowPairs> {
         const Partials& out = a.forward.rows;
         const long long first = shares.block_of(s.row * shares.columns);
         const int part = static_cast<int>(blockIdx.x - first);
-        const bool ends = s.last == shares.columns;  // what no block has of this row is 0
+        const bool ends = s.last == shares.columns;  // unused partials of this row become 0
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
             const int row = in_chunk(s, row_of(q));

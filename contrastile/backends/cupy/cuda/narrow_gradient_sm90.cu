@@ -1,16 +1,16 @@
-// The rows' gradient of narrow features, without a G in memory, for sm_90a: a tile of G goes from the registers that it is
-// made in to the tensor cores.
+// The rows' gradient of narrow features, without G in memory, for sm_90a: a tile of G is formed in registers, from where
+// the tensor cores read it.
 //
 // narrow_gradient_sm90<T, MASK>: adds G columns to out (or writes it). Grid of `blocks` blocks, at most one for each tile,
 // of PIPELINE_THREADS threads, ALL_SHARED bytes of dynamic shared memory. narrow_join: JOINS blocks for
 // each tile row, 256 threads; then out is complete.
 //
-// Columns are multiplied twice from where they lie: with the rows, for the logits, and with G. While the tensor cores work on
-// G columns of one tile, a consumer makes G of the next. Sums of a part of a tile row go to `parts`, and narrow_join adds
-// them in the order of the blocks.
+// The columns in shared memory are multiplied twice: with the rows, for the logits, and with G. While the tensor cores work
+// on G columns of one tile, a consumer forms G of the next. If several blocks share a tile row, their sums go to `parts`,
+// and narrow_join adds them in the order of the blocks.
 //
-// Hazard: a tile's G is registers that the tensor cores read: that of the next is made beside it, and takes its place only
-// when they have done.
+// Hazard: the tensor cores read G from registers. G of the next tile is formed in other registers, and is moved only when
+// they are done.
 #include "epilogue_gradient.cuh"
 #include "narrow_sm90.cuh"
 
@@ -41,7 +41,7 @@ struct GradientRows : RowPairs {
     float entry[CONSUMER_ROWS], taken[CONSUMER_ROWS];
 };
 
-// Where the sums of a block's part of a tile row lie.
+// The slot in `parts` of a block's sums of a tile row.
 __device__ __forceinline__ long long slot(const Shares& shares, long long block, long long row) {
     return 2 * block + (shares.begin(block) / shares.columns == row ? 0 : 1);
 }
@@ -57,8 +57,8 @@ struct GradientConsumer : Consumer<T, MASK, GradientColumns<MASK>, GradientRows>
     const float alpha, reference;
     float first[2], weight[2];  // of the thread's two rows
 
-    __device__ __forceinline__ GradientConsumer(const Base& of, const NarrowGradientArguments& a_)
-        : Base(of),
+    __device__ __forceinline__ GradientConsumer(const Base& base, const NarrowGradientArguments& a_)
+        : Base(base),
           a(a_),
           exponent(exponent_of(a_.gradient)),
           alpha(a_.gradient.plan->alpha),
@@ -90,8 +90,8 @@ struct GradientConsumer : Consumer<T, MASK, GradientColumns<MASK>, GradientRows>
         products_commit();
     }
 
-    // The registers of the products that have just ended. Unless they are named here, the compiler takes them for free as
-    // soon as the products have begun, and makes the next tile's G in them.
+    // Names the operand registers after the products have ended. Otherwise the compiler considers them free as soon as the
+    // products have started, and forms the next tile's G in them.
     static __device__ __forceinline__ void keep_until_here(unsigned (&g)[PARTS][4]) {
 #pragma unroll
         for (int part = 0; part < PARTS; ++part)
@@ -105,15 +105,16 @@ struct GradientConsumer : Consumer<T, MASK, GradientColumns<MASK>, GradientRows>
         this->wait_for_rows(s);
         this->wait_for(now);
         int before = now.stage;
-        // the logits of a tile beside the sums of the one before: of none at first, and at last logits that nobody reads
+        // Each iteration issues the logits of one tile and the sums of the tile before. The first has no sums, and nothing
+        // reads the logits of the last.
         for (int tile = s.first; tile <= s.last; ++tile) {
-            products_begin();
+            products_fence();
             this->begin_logits(this->rows_at(s), now.stage, x);
             begin_sums(g, before, tile > s.first, sums);
             const bool masked = this->touched(stages[now.stage], tile, a.gradient.chunk.width);
-            products_done<1>();
+            products_wait<1>();
             if (tile < s.last) make(x, s, tile, now.stage, masked, next);
-            products_done<0>();
+            products_wait<0>();
             keep_until_here(g);
             if (tile > s.first) this->release(before);
             if (tile == s.last) break;
@@ -131,34 +132,34 @@ struct GradientConsumer : Consumer<T, MASK, GradientColumns<MASK>, GradientRows>
         put(sums, s);
     }
 
-    // G of a tile from its dots, as the tensor cores take it.
+    // Forms G of a tile from its dots, in the layout of the tensor cores' operand.
     __device__ __forceinline__ void make(const float (&x)[NARROW_VALUES], const Segment& s, int tile, int stage,
                                          bool masked, unsigned (&g)[PARTS][4]) const {
-        const GradientColumns<MASK>& of = stages[stage];
+        const GradientColumns<MASK>& columns = stages[stage];
         if (!masked) {
             if (exponent == SHARED)
-                fill<SHARED, false, false>(x, s, tile, of, g);
+                fill<SHARED, false, false>(x, s, tile, columns, g);
             else if (exponent == ROWS)
-                fill<ROWS, false, false>(x, s, tile, of, g);
+                fill<ROWS, false, false>(x, s, tile, columns, g);
             else
-                fill<BOTH, false, false>(x, s, tile, of, g);
+                fill<BOTH, false, false>(x, s, tile, columns, g);
         } else if (MASK == TARGET && a.gradient.plan->certain) {
             if (exponent == ROWS)
-                fill<ROWS, true, MASK == TARGET>(x, s, tile, of, g);
+                fill<ROWS, true, MASK == TARGET>(x, s, tile, columns, g);
             else
-                fill<BOTH, true, MASK == TARGET>(x, s, tile, of, g);
+                fill<BOTH, true, MASK == TARGET>(x, s, tile, columns, g);
         } else if (exponent == SHARED) {
-            fill<SHARED, true, false>(x, s, tile, of, g);
+            fill<SHARED, true, false>(x, s, tile, columns, g);
         } else if (exponent == ROWS) {
-            fill<ROWS, true, false>(x, s, tile, of, g);
+            fill<ROWS, true, false>(x, s, tile, columns, g);
         } else {
-            fill<BOTH, true, false>(x, s, tile, of, g);
+            fill<BOTH, true, false>(x, s, tile, columns, g);
         }
     }
 
     template <int EXPONENT, bool MASKED, bool CERTAIN>
     __device__ __forceinline__ void fill(const float (&x)[NARROW_VALUES], const Segment& s, int tile,
-                                         const GradientColumns<MASK>& of, unsigned (&g)[PARTS][4]) const {
+                                         const GradientColumns<MASK>& columns, unsigned (&g)[PARTS][4]) const {
         const int own = 2 * (lane & 3);  // the thread's first column
         PairRow pair[2];
         if (MASKED)
@@ -170,26 +171,26 @@ struct GradientConsumer : Consumer<T, MASK, GradientColumns<MASK>, GradientRows>
             for (int h = 0; h < 2; ++h) {
                 const int group = 2 * part + h;
                 const float2 none = make_float2(0.0f, 0.0f);
-                const float2 column_first = EXPONENT == ROWS ? none : pair_at(of.first, group);
-                const float2 column_weight = EXPONENT == BOTH ? pair_at(of.weight, group) : none;
-                const longlong2 id = MASKED ? Base::ids_of(of, lane, group) : make_longlong2(0, 0);
+                const float2 column_first = EXPONENT == ROWS ? none : pair_at(columns.first, group);
+                const float2 column_weight = EXPONENT == BOTH ? pair_at(columns.weight, group) : none;
+                const longlong2 id = MASKED ? Base::ids_of(columns, lane, group) : make_longlong2(0, 0);
                 float value[4];
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int q = e >> 1, c = e & 1, column = 8 * group + c;
                     const float dot = x[4 * group + e];
-                    value[e] = attraction<EXPONENT>(dot, alpha, reference, first[q], weight[q],
+                    value[e] = admitted_gradient<EXPONENT>(dot, alpha, reference, first[q], weight[q],
                                                     c ? column_first.y : column_first.x,
                                                     c ? column_weight.y : column_weight.x);
                     if (!MASKED) continue;
-                    const Standing found = standing<MASK>(pair[q], column, c ? id.y : id.x);
-                    if (!found.admitted || tile * SIDE + own + column >= a.gradient.chunk.width) {
+                    const PairStatus status = pair_status<MASK>(pair[q], column, c ? id.y : id.x);
+                    if (!status.admitted || tile * SIDE + own + column >= a.gradient.chunk.width) {
                         value[e] = 0.0f;
-                    } else if (found.positive) {
+                    } else if (status.positive) {
                         if constexpr (CERTAIN)
                             value[e] = certain_positive(dot, in_chunk(s, row_of(q)), tile * SIDE + own + column);
                         else if constexpr (MASK == TARGET)
-                            value[e] -= rows.taken[row_of(q)] + (EXPONENT == ROWS ? 0.0f : of.taken[own + column]);
+                            value[e] -= rows.taken[row_of(q)] + (EXPONENT == ROWS ? 0.0f : columns.taken[own + column]);
                         else
                             value[e] = rows.entry[row_of(q)];
                     }
@@ -203,11 +204,11 @@ struct GradientConsumer : Consumer<T, MASK, GradientColumns<MASK>, GradientRows>
         return *reinterpret_cast<const float2*>(list + 8 * group + 2 * (lane & 3));
     }
 
-    // What lies outside the chunk may look positive: nothing may be read for it.
+    // A pair outside the chunk may look positive: nothing may be read for it.
     __device__ __forceinline__ float certain_positive(float dot, int row, int column) const {
         const GradientArguments& g = a.gradient;
         if (row >= g.chunk.height) return 0.0f;
-        return certain_part(dot, alpha, g.row, g.chunk.row + row) + certain_part(dot, alpha, g.column, column);
+        return certain_gradient(dot, alpha, g.row, g.chunk.row + row) + certain_gradient(dot, alpha, g.column, column);
     }
 
     __device__ __forceinline__ void put(const float (&sums)[NARROW_VALUES], const Segment& s) const {
@@ -243,7 +244,7 @@ __global__ void __launch_bounds__(PIPELINE_THREADS, 1)
     });
 }
 
-// Sums of tile rows that several blocks share, added in the order of the blocks. A thread takes one feature of a row.
+// Adds the sums of tile rows that several blocks share, in the order of the blocks. A thread takes one feature of a row.
 extern "C" __global__ void __launch_bounds__(256) narrow_join(const __grid_constant__ NarrowGradientArguments a) {
     using namespace narrow_rows;
     constexpr int LINES_A_TURN = 256 / SIDE;

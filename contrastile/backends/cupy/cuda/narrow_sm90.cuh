@@ -1,18 +1,18 @@
-// What the kernels of narrow features share on sm_90a: features of at most 128 lie in shared memory whole, rows stay while all
-// columns pass, and what a row needs of them is summed in registers. They compute one side alone, that of the rows.
+// The shared part of the sm_90a kernels of narrow features. Features of at most 128 fit into shared memory whole: rows stay
+// there while all columns pass, and registers hold a row's sums. The kernels compute the rows' side alone.
 //
-// The chunk has all columns of the block. It is cut into tiles of 128 x 128, counted along the tile rows. Each block takes
-// an equal share of them, which are neighbours: whole tile rows, and parts of its first and of its last.
+// The chunk has all columns of the block. It is cut into tiles of 128 x 128, numbered along the tile rows. Each block takes
+// an equal number of consecutive tiles: whole tile rows, and parts of its first and last.
 //
-// In a block one thread, the producer, copies the rows of each tile row and feeds a ring of stages, each the 128 columns of
-// a tile; three warps beside it bring the columns' vectors. Each of two consumers takes 64 rows.
+// In a block one thread, the producer, copies the rows of each tile row and feeds a ring of stages, each with the 128
+// columns of a tile. Three other warps bring the columns' vectors. Each of two consumers takes 64 rows.
 //
 // Hazards:
-// * Columns past the block's come as zeros, and they are masked: 2^(0 - r) is not 0, and may be infinite.
-// * A warp of vectors must not be two passes of the ring ahead of the consumers, for parity tells two phases apart and no
-//   more. Of stages numbered through all passes, a warp waits for stage c after it has filled stage c - VECTOR_WARPS, and
-//   before that it saw stage c - VECTOR_WARPS - STAGES emptied. Stages are emptied in order, so c - 2 STAGES is empty too,
-//   as long as VECTOR_WARPS <= STAGES.
+// * Columns past the block's arrive as zeros and must be masked: 2^(0 - r) is not 0, and may be infinite.
+// * A vector warp must not be two passes of the ring ahead of the consumers, because parity distinguishes only two phases.
+//   Number the stages through all passes. Before a warp waits for stage c it has filled stage c - VECTOR_WARPS, and before
+//   that it saw stage c - VECTOR_WARPS - STAGES emptied. Stages are emptied in order, so stage c - 2 STAGES is empty too
+//   if VECTOR_WARPS <= STAGES.
 #pragma once
 
 #include "pair_storage_sm90.cuh"
@@ -25,14 +25,14 @@ constexpr int HALF = 64, CONSUMER_ROWS = 64, PARTS = SIDE / 16, STAGES = 4, VECT
 constexpr int HALF_BYTES = SIDE * HALF * 2, TILE_BYTES = 2 * HALF_BYTES;  // 128 rows or columns of 64 features, of 128
 constexpr int OF_PRODUCERS = 40, OF_CONSUMERS = 232;                      // registers of a thread
 
-// Of the columns of a stage.
+// Ids of the columns of a stage.
 template <int MASK>
 struct alignas(16) ColumnIds {
     static constexpr bool IDS = MASK >= DROP;
     long long ids[IDS ? SIDE : 2];
     unsigned low, high;  // least and largest folded id
 
-    // By one warp.
+    // One warp loads them.
     __device__ __forceinline__ void bring(const PairVectors& pairs, const Chunk& chunk, int tile, int lane) {
         if constexpr (IDS) {
             unsigned mine[SIDE / 32];
@@ -43,22 +43,22 @@ struct alignas(16) ColumnIds {
                 ids[here] = id;
                 mine[i] = folded(id);
             }
-            const uint2 found = range_of_ids(mine);
+            const uint2 range = range_of_ids(mine);
             if (lane == 0) {
-                low = found.x;
-                high = found.y;
+                low = range.x;
+                high = range.y;
             }
         }
     }
 };
 
-// Of the rows of one consumer; columns are those of the block, -1 for none.
+// Pair indices of one consumer's rows: columns of the block, -1 for none.
 struct RowPairs {
     int positive[CONSUMER_ROWS], excluded[CONSUMER_ROWS];
     alignas(16) long long id[CONSUMER_ROWS];
 };
 
-// Shared memory of a block. Columns, Rows: what a kernel keeps of a stage's columns, and of a consumer's rows.
+// Shared memory of a block. Columns, Rows: the vectors of a stage's columns and of a consumer's rows.
 template <class Columns, class Rows>
 struct Shared {
     static constexpr int COLUMNS_AT = 2 * TILE_BYTES, VECTORS_AT = COLUMNS_AT + STAGES * TILE_BYTES;
@@ -68,7 +68,7 @@ struct Shared {
     static_assert(ROWS_EMPTY_AT + 16 + SWIZZLE_ATOM <= ALL_SHARED);
 };
 
-// Tiles of the chunk, and which block has which.
+// Which block computes which tiles of the chunk.
 struct Shares {
     long long rows, columns, blocks;  // tile rows, tile columns, blocks of the grid
 
@@ -81,13 +81,13 @@ struct Shares {
     }
 };
 
-// The part of one tile row that a block has: tile columns [first, last).
+// A block's part of one tile row: tile columns [first, last).
 struct Segment {
     int number, row, first, last;
 };
 
 template <class Do>
-__device__ __forceinline__ void each_segment(const Shares& shares, Do act) {
+__device__ __forceinline__ void for_each_segment(const Shares& shares, Do act) {
     const long long end = shares.begin(blockIdx.x + 1);
     int number = 0;
     for (long long tile = shares.begin(blockIdx.x); tile < end; ++number) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void produce(unsigned base, const TensorMap& rows, co
                                         const Chunk& chunk, const Shares& shares) {
     Cursor<STAGES> at;
     at.parity = 1;  // the phase before the first counts as complete: the ring starts empty
-    each_segment(shares, [&](const Segment& s) {
+    for_each_segment(shares, [&](const Segment& s) {
         const int buffer = s.number & 1;
         const unsigned rows_full = base + L::ROWS_FULL_AT + 8 * buffer;
         barrier_wait(base + L::ROWS_EMPTY_AT + 8 * buffer, ~s.number >> 1 & 1);
@@ -125,15 +125,14 @@ __device__ __forceinline__ void produce(unsigned base, const TensorMap& rows, co
     });
 }
 
-// bring(vectors of a stage, tile column): the columns' vectors of every VECTOR_WARPS-th stage, by one warp: what it reads is
-// a long way off.
+// Each warp calls bring(vectors of a stage, tile column) for every VECTOR_WARPS-th stage. Several warps hide the latency.
 template <class L, class Columns, class Bring>
 __device__ __forceinline__ void produce_vectors(unsigned base, Columns* stages, const Shares& shares, int warp,
                                                 Bring bring) {
     Cursor<STAGES> at;
     at.parity = 1;
     int turn = 0;
-    each_segment(shares, [&](const Segment& s) {
+    for_each_segment(shares, [&](const Segment& s) {
         for (int tile = s.first; tile < s.last; ++tile, at.step()) {
             const bool mine = turn == warp;
             turn = turn + 1 == VECTOR_WARPS ? 0 : turn + 1;
@@ -145,7 +144,7 @@ __device__ __forceinline__ void produce_vectors(unsigned base, Columns* stages, 
     });
 }
 
-// What both kernels' consumers do: 64 rows of each tile.
+// The shared part of both kernels' consumers. A consumer takes 64 rows of each tile.
 template <class T, int MASK, class ColumnsOfStage, class RowsOfConsumer>
 struct Consumer {
     static constexpr bool IDS = MASK >= DROP;
@@ -158,7 +157,7 @@ struct Consumer {
     const Shares& shares;
     const Columns* stages;
     Rows& rows;
-    // of the tile row at hand
+    // of the current tile row
     int named;           // of one of the warp's rows: the column of its positive (lanes under 16) or exclusion
     unsigned low, high;  // least and largest folded id of the warp's rows
 
@@ -169,15 +168,15 @@ struct Consumer {
     // The thread's row q of this consumer's.
     __device__ __forceinline__ int row_of(int q) const { return 16 * warp + lane / 4 + 8 * q; }
 
-    // Number inside the chunk of a row of this consumer's.
+    // The number inside the chunk of one of this consumer's rows.
     __device__ __forceinline__ int in_chunk(const Segment& s, int row) const {
         return s.row * SIDE + consumer * CONSUMER_ROWS + row;
     }
 
-    // more(row, its number in the block, whether it is in the chunk): what else there is to fetch of each row.
+    // more(row, its number in the block, whether it is in the chunk) fetches the kernel's other vectors.
     template <class More>
     __device__ __forceinline__ void fetch_rows(const Segment& s, const PairVectors& pairs, const Chunk& chunk, More more) {
-        consumer_sync(consumer);  // all have left the row before
+        consumer_sync(consumer);  // all have finished the previous tile row
         const int mine = consumer_thread();
         if (mine < CONSUMER_ROWS) {
             const bool inside = in_chunk(s, mine) < chunk.height;
@@ -197,21 +196,21 @@ struct Consumer {
         named = lane < 16 ? rows.positive[one] : rows.excluded[one];
         if (IDS) {
             const unsigned id[1] = {folded(rows.id[one])};
-            const uint2 found = range_of_ids(id);
-            low = found.x;
-            high = found.y;
+            const uint2 range = range_of_ids(id);
+            low = range.x;
+            high = range.y;
         }
     }
 
-    // Whether a pair of this warp's rows and of the tile is masked or positive. It may be a false alarm: ids are compared
-    // folded to 32 bits. Ids that are sorted, as labels are, tell most tiles apart by their ranges.
-    __device__ __forceinline__ bool touched(const ColumnIds<MASK>& of, int tile, int width) const {
+    // Whether some pair of this warp's rows in the tile is masked or positive. It may be a false alarm: ids are compared
+    // folded to 32 bits. With sorted ids, such as labels, the ranges alone settle most tiles.
+    __device__ __forceinline__ bool touched(const ColumnIds<MASK>& columns, int tile, int width) const {
         bool found = static_cast<unsigned>(named - tile * SIDE) < SIDE;
         if constexpr (IDS)
-            if (of.low <= high && of.high >= low) {
+            if (columns.low <= high && columns.high >= low) {
                 unsigned mine[SIDE / 32];
 #pragma unroll
-                for (int i = 0; i < SIDE / 32; ++i) mine[i] = folded(of.ids[lane + 32 * i]);
+                for (int i = 0; i < SIDE / 32; ++i) mine[i] = folded(columns.ids[lane + 32 * i]);
 #pragma unroll
                 for (int row = 0; row < 16; ++row) {
                     const unsigned id = folded(rows.id[16 * warp + row]);
@@ -222,8 +221,8 @@ struct Consumer {
         return __any_sync(WHOLE_WARP, found) || (tile + 1) * SIDE > width;
     }
 
-    // What is known of the thread's row q, for columns from its first of a tile on. Columns of other tiles are no 8 g + c
-    // of this.
+    // The pair indices of the thread's row q, counted from its first column of the tile. Columns of other tiles never equal
+    // 8 g + c.
     __device__ __forceinline__ PairRow pair_row(int q, int tile) const {
         const int row = row_of(q), start = tile * SIDE + 2 * (lane & 3);
         return {rows.positive[row] < 0 ? -1 : rows.positive[row] - start,
@@ -231,8 +230,8 @@ struct Consumer {
     }
 
     // The ids of columns 8 g and 8 g + 1 from the thread's first on.
-    static __device__ __forceinline__ longlong2 ids_of(const ColumnIds<MASK>& of, int lane, int group) {
-        return pair_of_ids<MASK>(of.ids + (IDS ? 2 * (lane & 3) : 0), group);
+    static __device__ __forceinline__ longlong2 ids_of(const ColumnIds<MASK>& columns, int lane, int group) {
+        return pair_of_ids<MASK>(columns.ids + (IDS ? 2 * (lane & 3) : 0), group);
     }
 
     __device__ __forceinline__ void begin_logits(unsigned rows_at, int stage, float (&x)[NARROW_VALUES]) const {
@@ -245,7 +244,7 @@ struct Consumer {
         products_commit();
     }
 
-    // Where this consumer's rows lie.
+    // The shared address of this consumer's rows.
     __device__ __forceinline__ unsigned rows_at(const Segment& s) const {
         return base + (s.number & 1) * TILE_BYTES + consumer * CONSUMER_ROWS * 128;
     }
@@ -265,8 +264,8 @@ struct Consumer {
     }
 };
 
-// The whole kernel. Worker: a Consumer, made of one and of the arguments, that has part_of_row(segment, stage). bring as of
-// produce_vectors, by (vectors, tile, lane).
+// The whole kernel. Worker derives from Consumer, is constructed from one and the arguments, and has part_of_row(segment,
+// cursor). bring: see produce_vectors, called as bring(vectors, tile, lane).
 template <class Worker, class Arguments, class Bring>
 __device__ __forceinline__ void run(const TensorMap& rows, const TensorMap& columns, const Chunk& chunk,
                                     const Arguments& arguments, Bring bring) {
@@ -292,18 +291,18 @@ __device__ __forceinline__ void run(const TensorMap& rows, const TensorMap& colu
     }
     __syncthreads();
     if (warp < CONSUMER_WARPS) {
-        give_registers<OF_PRODUCERS>();
+        shrink_registers<OF_PRODUCERS>();
         if (threadIdx.x == 0) produce<L>(base, rows, columns, chunk, shares);
         if (warp > 0)
             produce_vectors<L>(base, vectors, shares, warp - 1,
                                [&](Columns& to, int tile) { bring(to, tile, lane); });
     } else {
-        take_registers<OF_CONSUMERS>();
+        grow_registers<OF_CONSUMERS>();
         const int consumer = warp / CONSUMER_WARPS - 1;
         Rows& own = reinterpret_cast<Rows*>(memory + L::ROWS_AT)[consumer];
         Worker worker({base, consumer, warp % CONSUMER_WARPS, lane, shares, vectors, own}, arguments);
         Cursor<STAGES> at;
-        each_segment(shares, [&](const Segment& s) { worker.part_of_row(s, at); });
+        for_each_segment(shares, [&](const Segment& s) { worker.part_of_row(s, at); });
     }
 }
 

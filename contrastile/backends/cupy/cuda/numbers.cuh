@@ -21,11 +21,11 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
     return y;
 }
 
-// A sum in two parts: high is rounded, low is what it has lost.
+// A sum in two parts: the rounded sum and its rounding error.
 struct TwoPart {
     float high = 0.0f, low = 0.0f;
 
-    // Knuth's two-sum. An infinite sum loses nothing that is a number.
+    // Knuth's two-sum. `low` of an infinite sum is NaN: see rest().
     __device__ __forceinline__ void operator+=(float x) {
         const float sum = high + x, seen = sum - high;
         low += (high - (sum - seen)) + (x - seen);
@@ -40,7 +40,7 @@ struct TwoPart {
     __device__ __forceinline__ float rest() const { return fabsf(high) < infinity() ? low : 0.0f; }
 };
 
-// 2^(dot scale + shift); what the exponent loses by rounding goes in as a factor.
+// 2^(dot scale + shift). The rounding error of the exponent is applied as a factor.
 __device__ __forceinline__ float exact_power(float dot, float scale, float shift) {
     TwoPart exponent;
     exponent.high = __fmul_rn(dot, scale);
@@ -49,22 +49,24 @@ __device__ __forceinline__ float exact_power(float dot, float scale, float shift
     return exp2_fast(exponent.high) * fmaf(exponent.low, static_cast<float>(LN2), 1.0f);
 }
 
-// The value of the lane that differs in `bit`.
+// The value of the lane whose number differs in `bit`.
 template <class T>
-__device__ __forceinline__ T across(T x, int bit) {
+__device__ __forceinline__ T shuffle_xor(T x, int bit) {
     return __shfl_xor_sync(WHOLE_WARP, x, bit);
 }
 
-__device__ __forceinline__ TwoPart across(TwoPart x, int bit) { return {across(x.high, bit), across(x.low, bit)}; }
+__device__ __forceinline__ TwoPart shuffle_xor(TwoPart x, int bit) {
+    return {shuffle_xor(x.high, bit), shuffle_xor(x.low, bit)};
+}
 
-// What may be subtracted from logits: an infinite maximum may not, inf - inf is NaN.
+// A reference that may be subtracted from logits. An infinite maximum becomes 0, because inf - inf is NaN.
 __device__ __forceinline__ float finite_or_zero(float top) { return fabsf(top) < infinity() ? top : 0.0f; }
 
 __device__ __forceinline__ double finite_or_zero(double top) {
     return top > -infinity() && top < infinity() ? top : 0.0;
 }
 
-// A sum of exponentials times 2^by; what is infinite stays so, also where 2^by is 0.
+// A sum of exponentials times 2^by. An infinite sum stays infinite even if 2^by is 0.
 __device__ __forceinline__ float rescaled(float sum, float by) { return sum < infinity() ? sum * exp2f(by) : sum; }
 
 // log2 (2^a + 2^b); -inf for two -inf, inf for +inf, NaN for NaN.
@@ -73,7 +75,7 @@ __device__ __forceinline__ double merge(double a, double b) {
     return shift + log2(exp2(a - shift) + exp2(b - shift));
 }
 
-// A power of two that brings `most` to 2^13 at least and under 2^14, within 2^-100 and 2^100; 1 for 0 and infinity.
+// The power of two, from 2^-100 to 2^100, that brings `most` into [2^13, 2^14); 1 for 0, infinity and NaN.
 __device__ __forceinline__ float near_top(float most) {
     if (!(most > 0.0f && most < infinity())) return 1.0f;
     int exponent;

@@ -1,4 +1,4 @@
-// What an epilogue on sm_90a needs of the pairs of its tile, fetched into shared memory while the products run.
+// The pair vectors of a tile, fetched into shared memory while the products run, for the epilogues on sm_90a.
 #pragma once
 
 #include "pairs.cuh"
@@ -6,7 +6,7 @@
 
 namespace contrastile {
 
-// One vector of a side of a tile: LENGTH elements from `first` of a vector of the block, zero past the chunk's `count`.
+// Fetches LENGTH elements of a block's vector from `first` on; elements past `count`, the end of the chunk, are zero.
 template <int LENGTH, class T>
 __device__ __forceinline__ void fetch_vector(T (&to)[LENGTH], const T* vector, long long first, int count, int thread) {
 #pragma unroll
@@ -18,13 +18,13 @@ __device__ __forceinline__ void fetch_vector(T (&to)[LENGTH], const T* vector, l
     }
 }
 
-// Row, in a tile, of q in strip s of a lane of a consumer's warp.
+// The row of the tile that strip s and q of a lane hold.
 __device__ __forceinline__ int row_in_tile(int warp, int lane, int s, int q) {
     return 64 * s + 16 * warp + lane / 4 + 8 * q;
 }
 
-// A number of each row to its place in parts, (tile columns, stride). The four lanes of a row hold the same: each writes
-// one of the four.
+// Writes one number per row to parts, (tile columns, stride). The four lanes of a row hold the same four numbers: each
+// lane writes one.
 __device__ __forceinline__ void write_rows(const float (&row)[STRIPS][2], float* parts, long long stride,
                                            const Place& tile, int height, int warp, int lane) {
     const int s = lane >> 1 & 1, q = lane & 1, at = tile.row + row_in_tile(warp, lane, s, q);
@@ -32,12 +32,12 @@ __device__ __forceinline__ void write_rows(const float (&row)[STRIPS][2], float*
     if (at < height) parts[tile.column / BN * stride + at] = s ? high : low;
 }
 
-// An id as 32 bits: equal ids are equal then.
+// An id folded to 32 bits. Equal ids stay equal.
 __device__ __forceinline__ unsigned folded(long long id) {
     return static_cast<unsigned>(id) ^ static_cast<unsigned>(static_cast<unsigned long long>(id) >> 32);
 }
 
-// Least and largest of the folded ids of all lanes of a warp.
+// The least and the largest folded id over all lanes of a warp.
 template <int COUNT>
 __device__ __forceinline__ uint2 range_of_ids(const unsigned (&ids)[COUNT]) {
     unsigned low = ids[0], high = ids[0];
@@ -52,19 +52,19 @@ __device__ __forceinline__ uint2 range_of_ids(const unsigned (&ids)[COUNT]) {
 template <int MASK>
 struct alignas(16) PairStorage {
     static constexpr bool IDS = MASK >= DROP, EXCLUDED = MASK >= EXCLUSIONS, INDEXED = MASK != TARGET;
-    long long column_ids[IDS ? BN : 2];  // first: 16-byte aligned pairs are read from it
+    long long column_ids[IDS ? BN : 2];  // the first member, because aligned pairs are read from it
     long long row_ids[IDS ? BM : 2], excluded[EXCLUDED ? BM : 2], positives[INDEXED ? BM : 2];
-    float column_limits[LIMITED<MASK> ? BN : 4], row_limits[LIMITED<MASK> ? BM : 4];  // as column_ids
+    float column_limits[LIMITED<MASK> ? BN : 4], row_limits[LIMITED<MASK> ? BM : 4];  // aligned as column_ids
 
     __device__ __forceinline__ void prefetch(const PairVectors& pairs, const Chunk& chunk, const Place& tile,
-                                             int thread, bool named = true) {
+                                             int thread, bool load_pairs = true) {
         const long long row = chunk.row + tile.row;
         const int rows = chunk.height - tile.row, columns = chunk.width - tile.column;
         if constexpr (LIMITED<MASK>) {
             fetch_vector(row_limits, pairs.row_limits, row, rows, thread);
             fetch_vector(column_limits, pairs.column_limits, chunk.column + tile.column, columns, thread);
         }
-        if (!named) return;
+        if (!load_pairs) return;
         if constexpr (IDS) {
             fetch_vector<BM>(row_ids, pairs.row_ids, row, rows, thread);
             fetch_vector<BN>(column_ids, pairs.column_ids, chunk.column + tile.column, columns, thread);
@@ -76,7 +76,7 @@ struct alignas(16) PairStorage {
     }
 
     // Column inside the tile of the positive (x) and of the exclusion (y) of a row of the tile, -1 for none.
-    __device__ __forceinline__ int2 named(const PairVectors& pairs, const Chunk& chunk, const Place& tile,
+    __device__ __forceinline__ int2 named_columns(const PairVectors& pairs, const Chunk& chunk, const Place& tile,
                                           int row) const {
         const long long first = chunk.column + tile.column;
         const int width = min(BN, chunk.width - tile.column);
@@ -89,8 +89,8 @@ struct alignas(16) PairStorage {
         return found;
     }
 
-    // Whether a row of the tile may have an exclusion in it, or an id that a column has too, for the range of its ids: of
-    // sorted ids few tiles. The same for every warp.
+    // Whether a row of the tile has an exclusion here, or the ranges of the rows' and the columns' ids overlap. With sorted
+    // ids few tiles do. The result is the same in every warp.
     __device__ __forceinline__ bool near(const PairVectors& pairs, const Chunk& chunk, const Place& tile,
                                          int lane) const {
         bool found = false;
@@ -100,18 +100,17 @@ struct alignas(16) PairStorage {
 #pragma unroll
         for (int i = 0; i < BM / 32; ++i) {
             of_rows[i] = folded(row_ids[lane + 32 * i]);
-            found = found || named(pairs, chunk, tile, lane + 32 * i).y >= 0;
+            found = found || named_columns(pairs, chunk, tile, lane + 32 * i).y >= 0;
         }
         return __any_sync(WHOLE_WARP, found) || !apart(of_columns, of_rows);
     }
 
-    // Whether, of the rows of a warp, one has an exclusion or (INDEXED) a positive in the tile, or an id that a column has
-    // too; asked by whole warps, which mostly are told no, and then work as if nothing were masked. It may be a false
-    // alarm: ids are compared folded to 32 bits.
+    // Whether some row of the warp has an exclusion or (INDEXED) a positive in the tile, or shares an id with a column. For
+    // most warps the answer is no, and they skip all masks. It may be a false alarm: ids are compared folded to 32 bits.
     __device__ __forceinline__ bool touched(const PairVectors& pairs, const Chunk& chunk, const Place& tile, int warp,
                                             int lane) const {
-        const int top = row_in_tile(warp, 0, lane / 16, 0) + lane % 16;  // every row is looked at by one lane
-        const int2 columns = named(pairs, chunk, tile, top);
+        const int top = row_in_tile(warp, 0, lane / 16, 0) + lane % 16;  // each lane examines one row
+        const int2 columns = named_columns(pairs, chunk, tile, top);
         bool found = columns.y >= 0 || columns.x >= 0;
         if constexpr (IDS) {
             unsigned mine[BN / 32];
@@ -133,22 +132,22 @@ struct alignas(16) PairStorage {
         return __any_sync(WHOLE_WARP, found);
     }
 
-    // The same for a thread whose first column is `first`.
-    __device__ __forceinline__ PairRow row(int2 named, int row, int first) const {
-        PairRow found{named.x - first, named.y - first, 0};
-        if constexpr (IDS) found.id = row_ids[row];
-        return found;
+    // These columns and the row's id, for a thread whose first column is `first`.
+    __device__ __forceinline__ PairRow row(int2 columns, int row, int first) const {
+        PairRow pair{columns.x - first, columns.y - first, 0};
+        if constexpr (IDS) pair.id = row_ids[row];
+        return pair;
     }
 
-    // What limits the pairs of a thread: see Limits.
+    // The limits of a thread's rows and columns.
     template <bool NAN_BEYOND = false>
     __device__ __forceinline__ auto limits(float alpha, int warp, int lane) const {
         if constexpr (LIMITED<MASK>) {
-            Limits<STRIPS, NAN_BEYOND> found;
-            found.alpha = alpha;
-            found.columns = column_limits + 2 * (lane & 3);
-            each_row<STRIPS>([&](int s, int q) { found.rows[s][q] = row_limits[row_in_tile(warp, lane, s, q)]; });
-            return found;
+            Limits<STRIPS, NAN_BEYOND> limits;
+            limits.alpha = alpha;
+            limits.columns = column_limits + 2 * (lane & 3);
+            for_each_row<STRIPS>([&](int s, int q) { limits.rows[s][q] = row_limits[row_in_tile(warp, lane, s, q)]; });
+            return limits;
         } else {
             return NoLimits{};
         }
@@ -157,7 +156,7 @@ struct alignas(16) PairStorage {
     __device__ __forceinline__ const long long* ids(int first) const { return column_ids + (IDS ? first : 0); }
 
   private:
-    // Whether folded ids, those of all lanes together, have none in common for their ranges alone.
+    // Whether the ranges of two sets of folded ids, over all lanes, are disjoint.
     template <int A, int B>
     static __device__ __forceinline__ bool apart(const unsigned (&a)[A], const unsigned (&b)[B]) {
         const uint2 first = range_of_ids(a), second = range_of_ids(b);

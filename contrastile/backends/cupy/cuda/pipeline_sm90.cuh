@@ -1,23 +1,23 @@
-// The pipeline of the tile kernels on sm_90a, all but weighted_sm90 and those of narrow features; what they do with a finished tile is their Epilogue.
+// The pipeline of the sm_90a tile kernels, except weighted_sm90 and the kernels of narrow features. An Epilogue processes
+// each finished tile.
 //
 // A block has three warpgroups. One thread of the first, the producer, feeds a ring of STAGES stages in shared memory,
 // each one step of 64 features: 128 rows and 192 columns. The other two, the consumers, own whole tiles of 128 x 192
-// and alternate: while one runs its epilogue the tensor cores work for the other. A guided kernel has two passes over
-// each tile, the guide's products and then the features': both consumers do the first before either does the second.
+// and alternate: while one runs its epilogue, the tensor cores work for the other. A guided kernel has two passes over
+// each tile, first the guide's products and then the features'. Both consumers do the first before either does the second.
 //
 // Blocks come in clusters of two: the same columns, neighbouring rows. Each block copies half of the columns to both,
-// so that columns cross from L2 once a cluster. A stage is therefore free only when both blocks have read it.
+// so that columns are read from L2 once per cluster. A stage is therefore free only when both blocks have read it.
 //
 // Hazards:
-// * The role must be the same for a whole warp in the compiler's eyes (the shuffle below), or every descriptor is moved
-//   to uniform registers again before each product.
-// * The turn is needed for correctness, not only for order: parity tells two phases of a barrier apart and no more, and
-//   a consumer a whole pass of the ring ahead would take a later phase for its own.
-// * With one warp on a scheduler an epilogue pays every latency in full. Its vectors are fetched into shared memory
-//   while products run, through no register: the accumulators take them all. The place of the tile after waits there
-//   too.
-// * What one thread leaves in shared memory for others goes through a barrier, also where all would write the same.
-// * No block may leave while the other may still copy into it or arrive at its barriers: hence the last cluster_sync.
+// * The compiler must know that a whole warp has the same role (the shuffle below), or it moves every descriptor to
+//   uniform registers again before each product.
+// * The turns are needed for correctness: parity distinguishes only two phases of a barrier, so a consumer that is a
+//   whole pass of the ring ahead would take a later phase for its own.
+// * With one warp per scheduler an epilogue pays every latency in full. Its vectors are fetched into shared memory while
+//   products run, without registers, for the accumulators take them all. The place of the next tile waits there too.
+// * A barrier separates a write to shared memory from reads by other threads, even if all threads write the same value.
+// * No block may exit while the other may still copy into it or arrive at its barriers: hence the last cluster_sync.
 #pragma once
 
 #include "hopper.cuh"
@@ -28,7 +28,7 @@ namespace contrastile {
 constexpr int BM = 128, BN = PRODUCT_COLUMNS, BK = 64;
 constexpr int STRIPS = BM / 64, GROUPS = BN / 8;  // of a warp
 constexpr int WARPGROUP = 128, PIPELINE_THREADS = 3 * WARPGROUP, CONSUMER_WARPS = 4;
-constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;  // 64512 of a block's 65536 in all
+constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;  // together 64512 of a block's 65536
 constexpr int SWIZZLE_ATOM = 1024;
 
 // Named barriers; 0 is __syncthreads.
@@ -40,14 +40,14 @@ __device__ __forceinline__ bool consumer_any(int consumer, bool mine) {
     return named_any(CONSUMER + consumer, WARPGROUP, mine);
 }
 
-// This thread of its consumer. Read anew each time: held over the products, what follows from it spills.
+// This thread's number in its consumer. It is read again each time: values derived from it would spill beside the products.
 __device__ __forceinline__ int consumer_thread() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread % WARPGROUP;
 }
 
-// The walk of a persistent grid over the tiles of a chunk: static, so that every role finds the same tiles by itself.
+// The walk of a persistent grid over the tiles of a chunk is static, so that every role finds the same tiles by itself.
 struct Place {
     int row, column;  // first row and column of a tile inside the chunk
 };
@@ -70,7 +70,7 @@ struct Walk {
         count = first < tiles ? (tiles - first + clusters - 1) / clusters : 0;
     }
 
-    // Tile number `index` of this block's. Holds two integer divisions: call it where products hide them.
+    // The block's tile number `index`. It takes two integer divisions: call it where products hide them.
     __device__ __forceinline__ Place at(int index) const {
         const unsigned tile = first + index * clusters, number = tile / band_tiles;
         const unsigned above = number * band, inside = tile - number * band_tiles;
@@ -86,7 +86,7 @@ struct Layout {
     static constexpr int ROWS = BM * BK * 2, COLUMNS = BN * BK * 2;
     static constexpr int COLUMNS_AT = STAGES * ROWS, STORAGE_AT = COLUMNS_AT + STAGES * COLUMNS;
     static constexpr int BARRIERS_AT = STORAGE_AT + STORAGE_BYTES;
-    static constexpr int PLACES_AT = BARRIERS_AT + 2 * STAGES * 8;  // of each consumer: the tile after
+    static constexpr int PLACES_AT = BARRIERS_AT + 2 * STAGES * 8;  // the next tile of each consumer
     // the ring is aligned at run time
     static_assert(PLACES_AT + 2 * sizeof(Place) + SWIZZLE_ATOM <= ALL_SHARED);
 };
@@ -120,7 +120,7 @@ struct Ring {
     }
 };
 
-// What one pass over a tile multiplies.
+// The operands of one pass over a tile.
 struct Source {
     const TensorMap *rows, *columns;
     int steps;
@@ -139,22 +139,22 @@ __device__ __forceinline__ void produce(const Ring<STAGES>& ring, const Source (
         for (int k = 0; k < source.steps; ++k) {
             barrier_wait(ring.empty + 8 * at.stage, at.parity);
             const unsigned full = ring.full + 8 * at.stage;
-            // copies always bring whole boxes: what lies outside the matrix comes as zeros
+            // copies bring whole boxes: elements outside the matrix arrive as zeros
             barrier_expect(full, (BM + BN) * BK * 2);
             copy_in(ring.rows(at.stage), *source.rows, k * BK, row0 + tile.row, full);
             copy_in_both(ring.columns(at.stage) + half, *source.columns, k * BK, column0 + tile.column, full);
             at.step();
         }
     };
-    // a tile of each consumer at a time: see consume
+    // one tile of each consumer at a time: see consume
     for (int first = 0; first < walk.count; first += 2)
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass)
             for (int index = first; index < min(first + 2, walk.count); ++index) copy(sources[pass], index);
 }
 
-// The products of one tile; `meanwhile` is called once, when those of the first step are under way. Gives back the
-// stage that it has yet to release.
+// Issues the products of one tile. It calls `meanwhile` once, after those of the first step have started. Returns the
+// stage that the caller has yet to release.
 template <class T, int STAGES, class Meanwhile>
 __device__ __forceinline__ int multiply(const Ring<STAGES>& ring, Cursor<STAGES>& at, int steps, int lane,
                                         float (&acc)[STRIPS][PRODUCT_VALUES], Meanwhile meanwhile) {
@@ -162,7 +162,7 @@ __device__ __forceinline__ int multiply(const Ring<STAGES>& ring, Cursor<STAGES>
     for (int k = 0; k < steps; ++k) {
         barrier_wait(ring.full + 8 * at.stage, at.parity);
         const unsigned rows = operand(ring.rows(at.stage)), columns = operand(ring.columns(at.stage));
-        products_begin();
+        products_fence();
 #pragma unroll
         for (int part = 0; part < BK / 16; ++part) {
             const unsigned long long b = descriptor(columns + 2 * part);
@@ -171,7 +171,7 @@ __device__ __forceinline__ int multiply(const Ring<STAGES>& ring, Cursor<STAGES>
         }
         products_commit();
         if (k == 0) meanwhile();
-        products_done<1>();  // the step before is done: both blocks may have its stage again
+        products_wait<1>();  // the previous step is done: both blocks may refill its stage
         if (k > 0 && lane < 2) barrier_arrive(ring.empty + 8 * last, lane);
         last = at.stage;
         at.step();
@@ -188,31 +188,31 @@ __device__ __forceinline__ void consume(const Ring<STAGES>& ring, int consumer, 
     Place tile = walk.at(consumer);
     for (int index = consumer; index < walk.count; index += 2) {
         const Place next = walk.at(index + 2);
-        // of the last tile, where the other consumer has none beside it, all passes are one turn
+        // if the other consumer has no tile beside the last one, all passes of that tile are one turn
         const bool together = consumer == 1 || index + 1 < walk.count;
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
             if (pass == 0 ? index > 0 : together) named_sync(TURN + consumer, 2 * WARPGROUP);
-            float acc[STRIPS][PRODUCT_VALUES];  // in here: it must not look alive between two tiles
+            float acc[STRIPS][PRODUCT_VALUES];  // declared here, so that it is dead between two tiles
             const int last = multiply<T>(ring, at, sources[pass].steps, lane, acc, [&] {
                 if (pass > 0) return;
-                // after the turn: all warps of this consumer have left the epilogue before
+                // the turn has passed, so all warps of this consumer have left the previous epilogue
                 epilogue.prefetch(tile);
                 upcoming = next;  // the same from every thread
             });
             const bool more = consumer == 1 && pass + 1 < PASSES;
             if (more || index + 1 < walk.count) named_arrive(TURN + 1 - consumer, 2 * WARPGROUP);
-            // the other consumer's
+            // skip the other consumer's steps
             if (PASSES == 1 || together) at.skip(sources[consumer == 0 ? pass : (pass + 1) % PASSES].steps);
-            products_done<0>();
+            products_wait<0>();
             if (lane < 2) barrier_arrive(ring.empty + 8 * last, lane);
             if (pass == 0) {
-                fetched();
+                wait_fetches();
                 consumer_sync(consumer);
             }
             if constexpr (PASSES > 1)
                 if (pass == 0) {
-                    epilogue.judge(acc);
+                    epilogue.compare_guide(acc);
                     continue;
                 }
             epilogue.process(acc, tile);
@@ -226,9 +226,9 @@ __device__ __forceinline__ Source source(const TensorMap& rows, const TensorMap&
     return {&rows, &columns, (depth + BK - 1) / BK};
 }
 
-// The whole kernel. The consumers make the Epilogue(arguments, map of G, its shared memory, consumer, warp of the
-// consumer). It has STORAGE_BYTES, its shared memory; STAGES; prefetch(tile); where there are two passes judge(the
-// guide's accumulators); process(accumulators, tile); and end(), called after the last tile.
+// The whole kernel. Each consumer constructs Epilogue(arguments, map of G, its shared memory, consumer, warp of the
+// consumer). An Epilogue has STORAGE_BYTES of shared memory, STAGES, prefetch(tile), for two passes
+// compare_guide(accumulators), process(accumulators, tile), and end(), which is called after the last tile.
 template <class T, class Epilogue, int PASSES, class Arguments>
 __device__ __forceinline__ void run_pipeline(const Source (&sources)[PASSES], const TensorMap& g,
                                              const Arguments& arguments) {
@@ -250,10 +250,10 @@ __device__ __forceinline__ void run_pipeline(const Source (&sources)[PASSES], co
     cluster_sync();
     const Walk walk(arguments.chunk, arguments.features.band, cluster_rank());
     if (warp < CONSUMER_WARPS) {
-        give_registers<PRODUCER_REGISTERS>();
+        shrink_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) produce(ring, sources, arguments.chunk, walk);
     } else {
-        take_registers<CONSUMER_REGISTERS>();
+        grow_registers<CONSUMER_REGISTERS>();
         const int consumer = warp / CONSUMER_WARPS - 1;
         Epilogue epilogue(arguments, g, memory + L::STORAGE_AT, consumer, warp % CONSUMER_WARPS);
         Place& upcoming = reinterpret_cast<Place*>(memory + L::PLACES_AT)[consumer];

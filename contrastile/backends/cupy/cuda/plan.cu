@@ -1,19 +1,19 @@
-// The plans: which path a pass takes, decided on the device from the peaks that the prechecks left.
+// The plans: from the maxima of the prechecks, decide on the device which path a pass takes.
 #include "arguments_small.cuh"
 #include "reduce.cuh"
 
 namespace contrastile {
 
-// The reference r of the fast path, and whether it can be tried (status 0) or not (1).
+// The reference r of the fast path, and whether to try that path (status 0) or not (status 1).
 //
-// room: the exponent that one term may have so that the sum over the longer side stays finite. With B >= |alpha dot|
-// (Cauchy and Schwarz, with room for rounding and for squares that vanish) and r = max(0, B - room) nothing overflows.
-// Terms under 2^-126 are flushed, at most one a column: with B + r <= 125 there are none; else a sum of at least
-// 2^-100 a term loses less than 2^-26 of itself, and fold checks that it is so. A reference that no likely sum would
-// survive is not tried, nor any where an exact result is asked for.
+// room is the largest exponent of one term for which the sum over the longer side stays finite. B is a Cauchy-Schwarz
+// bound of |alpha dot|, enlarged for rounding and for squares that underflow. With r = max(0, B - room) no term overflows.
+// The hardware flushes terms below 2^-126. If B + r <= 125 there are none. Otherwise a sum of at least 2^-100 per term
+// loses less than 2^-26 of itself, and fold checks each sum for that. The fast path is not tried if hardly any sum would
+// pass, nor if an exact result is requested.
 extern "C" __global__ void __launch_bounds__(1024) plan_forward(const __grid_constant__ PlanForwardArguments a) {
     const float alpha = in_powers_of_two(*a.scale), bias = a.bias == nullptr ? 0.0f : *a.bias;
-    // largest squared norm of the rows, of the columns, and whether a positive is off the diagonal
+    // the largest squared norm of the rows, that of the columns, and 1 if a positive is off the diagonal
     float top[3] = {0.0f, 0.0f, 0.0f};
 #pragma unroll 4
     for (long long i = threadIdx.x; i < ceil_div(max(a.m, a.n), LINES); i += 1024) {
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_forward(const __grid_con
     const float bound = fabsf(alpha) * sqrtf(top[0] + vanished) * sqrtf(top[1] + vanished) * 1.01f;
     const float room = 124.0f - (64 - __clzll(max(a.m, a.n)));
     const float reference = fmaxf(bound - room, 0.0f);
-    // false for NaN
+    // NaN fails this comparison
     const bool fast = !a.exact && bound <= room + 100.0f;
     Plan plan{};
     plan.alpha = alpha;

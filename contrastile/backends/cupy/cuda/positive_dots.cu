@@ -1,8 +1,8 @@
 // The logits of the positives that indices name, by the products of the sm_80 tile kernels.
 //
-// Tensor cores truncate as they add, so every dot of a tile is a little short. The loss is a function of how far the
-// others' logits are below the positive's: they must err alike, and those near it matter most. So a positive's dot is
-// taken by the tile kernels' own instructions in their order, and not by a better product; wgmma adds in that order too.
+// Tensor cores truncate as they add, so every dot of a tile is a little too small. The loss depends on the differences of
+// the other logits from the positive's, so all must have the same error. Therefore a positive's dot uses the tile kernels'
+// instructions in their order, not a more exact product; wgmma adds in that order too.
 #include "features.cuh"
 #include "products_sm80.cuh"
 
@@ -10,14 +10,14 @@ namespace contrastile {
 
 // The logit of a pair from its dot product.
 //
-// It is dot * (alpha ln 2) + bias with the very alpha, rounded, of the tile kernels, and not dot * scale + bias: that
-// error, too, must be in both. In double: nothing is rounded at its size.
+// It is dot * (alpha ln 2) + bias with the rounded alpha of the tile kernels, not dot * scale + bias, so that both have
+// the same error. In double the logit itself is not rounded.
 __device__ __forceinline__ double logit_of(float dot, const PositiveDotsArguments& a) {
     const double alpha = in_powers_of_two(*a.scale);
     return dot * (alpha * LN2) + (a.bias == nullptr ? 0.0 : *a.bias);
 }
 
-// A word of a line, features first, first + 1, ...; those past the end are 0.
+// One word of a line, starting at feature `first`; features past the end are 0.
 template <class T>
 __device__ __forceinline__ unsigned word(const T* line, long long first, long long depth) {
     if constexpr (sizeof(T) == 4) {
@@ -28,19 +28,19 @@ __device__ __forceinline__ unsigned word(const T* line, long long first, long lo
     }
 }
 
-// Row x times column y, of one slice of 32 bytes: the words of a lane are those that ldmatrix would give it.
+// Adds row x times column y of one slice of 32 bytes. Each lane holds the words that ldmatrix would give it.
 template <class P>
 __device__ __forceinline__ void add_slice(float (&to)[4], const unsigned (&x)[2], const unsigned (&y)[2]) {
     const unsigned rows[4] = {P::word(x[0]), 0u, P::word(x[1]), 0u};
     P::add(to, rows, P::word(y[0]), P::word(y[1]));
 }
 
-// The dots of a warp's 8 pairs: lanes 4 p to 4 p + 3 give the lines of pair p. Of the 16 x 8 products of an instruction
-// the diagonal of the upper half is wanted: lane 4 p + p / 2 has that of pair p.
+// The dots of a warp's 8 pairs: lanes 4 p to 4 p + 3 read the lines of pair p. Of the 16 x 8 products of an instruction
+// only the diagonal of the upper half is used: lane 4 p + p / 2 holds the dot of pair p.
 template <class P>
 __device__ __forceinline__ float dot_of(const typename P::Type* x, const typename P::Type* y, long long depth, int lane) {
     using T = typename P::Type;
-    constexpr int SLICE = 32 / sizeof(T), AHEAD = 4;  // slices that are asked for together
+    constexpr int SLICE = 32 / sizeof(T), AHEAD = 4;  // slices that are loaded together
     const int place = lane % 4 * (4 / sizeof(T));
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     unsigned row[AHEAD][2], column[AHEAD][2];
@@ -69,7 +69,7 @@ __device__ __forceinline__ float dot_of(const typename P::Type* x, const typenam
     return lane / 4 % 2 ? sums[1] : sums[0];
 }
 
-// Without tensor cores, each lane has its pair's whole chain.
+// Without tensor cores each lane computes the whole chain of its pair.
 template <>
 __device__ __forceinline__ float dot_of<Ieee>(const float* x, const float* y, long long depth, int) {
     float sum = 0.0f;
@@ -78,16 +78,16 @@ __device__ __forceinline__ float dot_of<Ieee>(const float* x, const float* y, lo
     return sum;
 }
 
-// Logits by row, and by column: a column's is right where each row's positive, if it has one, is the column of its own
-// number; where not, measure says so, and sum_positives corrects it.
+// Logits by row and by column. The columns' are right if every positive is on the diagonal. Otherwise `measure` sets
+// plan->off_diagonal, and sum_positives overwrites them.
 template <class P>
 __global__ void __launch_bounds__(256) positive_dots(const __grid_constant__ PositiveDotsArguments a) {
     static_assert(PAIRS == 256 / 4, "four lanes have one pair");
     const int lane = threadIdx.x % 32;
     const long long i = static_cast<long long>(blockIdx.x) * PAIRS + threadIdx.x / 4;
-    const long long j = i < a.m ? named(a.positives[i], listed(a.excluded, i), a.n) : -1;
+    const long long j = i < a.m ? positive_column(a.positives[i], index_or_none(a.excluded, i), a.n) : -1;
     double logit = 0.0;
-    // every lane of a warp has its part in the products of all eight pairs
+    // every lane of a warp takes part in the products of all eight pairs
     if (__any_sync(WHOLE_WARP, j >= 0)) {
         using T = typename P::Type;
         const T* row = static_cast<const T*>(a.rows.data) + (j < 0 ? 0 : i * a.rows.row_stride);

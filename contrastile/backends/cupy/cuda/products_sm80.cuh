@@ -22,7 +22,7 @@ struct Thread {
         column_line = warp % 2 * WARP_SIDE;
     }
 
-    // Row of the tile that strip s and q stand for.
+    // The row of the tile of strip s and q.
     __device__ __forceinline__ int row(int s, int q) const { return row_line + 16 * s + 8 * q + lane / 4; }
 
     // First column of this thread inside the tile.
@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned from) 
                  : "r"(from));
 }
 
-// Slices of a step: 32 bytes of features each, 16 two-byte ones or 8 four-byte ones, which lie alike.
+// Slices of a step, each 32 bytes of features: 16 of two bytes or 8 of four bytes, in the same layout.
 constexpr int SLICES = STEP_BYTES / 32;
 static_assert(SLICES == Stream<2>::PARTS);  // a part of the copies goes out with each slice
 
@@ -47,7 +47,7 @@ struct Fragments {
     unsigned column[GROUPS / 2][4];  // of groups 2 g and 2 g + 1
 };
 
-// Addresses that a lane gives to load_matrices, up to strip, group and slice.
+// The addresses that a lane passes to load_matrices, before the offsets of strip, group and slice.
 struct Lines {
     unsigned row, column;
     int row_piece, column_piece;  // 16-byte pieces, already exclusive-ored with the line
@@ -81,7 +81,7 @@ template <class T>
 struct Half {
     using Type = T;
 
-    // What the products read of a word of features.
+    // The word of features as the products read it.
     static __device__ __forceinline__ unsigned word(unsigned two) { return two; }
 
     static __device__ __forceinline__ void add(float* to, const unsigned (&a)[4], unsigned b0, unsigned b1) {
@@ -110,7 +110,7 @@ struct Half {
     }
 };
 
-// One chain of fused multiply-adds an element, in the order of the features.
+// One chain of fused multiply-adds per element, in the order of the features.
 struct Ieee {
     using Type = float;
 
@@ -121,12 +121,12 @@ struct Ieee {
 #pragma unroll
         for (int part = 0; part < Stream<STAGES>::PARTS; ++part) stream.copy(part);
         const int row = row_line + lane / 4, column = column_line + 2 * (lane % 4);
-        // 8 lines further on, the exclusive or of place_of is the same
+        // the exclusive or of place_of repeats every 8 lines
         const unsigned rows = shared + row * STEP_BYTES, columns = shared + STEP_SIDE + column * STEP_BYTES;
 #pragma unroll 1
         for (int piece = 0; piece < STEP_BYTES / 16; ++piece) {
             float4 a[STRIPS][2];
-            each_row<STRIPS>([&](int s, int q) {
+            for_each_row<STRIPS>([&](int s, int q) {
                 a[s][q] = four(rows + (16 * s + 8 * q) * STEP_BYTES + ((piece ^ (row & 7)) << 4));
             });
 #pragma unroll
@@ -134,7 +134,7 @@ struct Ieee {
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     const float4 b = four(columns + (8 * g + c) * STEP_BYTES + ((piece ^ ((column + c) & 7)) << 4));
-                    each_row<STRIPS>([&](int s, int q) {
+                    for_each_row<STRIPS>([&](int s, int q) {
                         float& sum = to[s][4 * g + 2 * q + c];
                         sum = fmaf(a[s][q].x, b.x, sum);
                         sum = fmaf(a[s][q].y, b.y, sum);
@@ -156,7 +156,7 @@ struct Ieee {
 struct Tf32 {
     using Type = float;
 
-    // Ties away: what tensor cores would do without is to truncate, and all errors would have one sign.
+    // Rounds to nearest, ties away. Tensor cores alone would truncate, and all errors would have one sign.
     static __device__ __forceinline__ unsigned word(unsigned x) {
         unsigned y;
         asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(__uint_as_float(x)));
@@ -192,7 +192,7 @@ struct Tf32 {
     }
 };
 
-// A warp's part of the next tile.
+// The dots of a warp's part of the next tile.
 template <class P, int STAGES>
 __device__ __forceinline__ void tile_of_dots(Stream<STAGES>& stream, const Thread& thread, Accumulators& to) {
 #pragma unroll

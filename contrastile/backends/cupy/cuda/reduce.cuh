@@ -15,8 +15,8 @@ __device__ __forceinline__ T warp_sum(T x) {
     return x;
 }
 
-// The largest of each of N numbers over all threads of a block, in every thread. Once a kernel: its buffer is not
-// waited for again. A NaN would be passed over: callers turn it into an infinity before.
+// The maximum of each of N numbers over all threads of a block, in every thread. Call it once per kernel: nothing guards
+// its buffer against a second call. fmaxf ignores NaN, so callers replace NaN by infinity first.
 template <int N>
 __device__ __forceinline__ void block_largest(float (&x)[N]) {
     __shared__ float buffer[N][32];

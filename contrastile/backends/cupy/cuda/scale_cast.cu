@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(256) row_dots(const __grid_constant__ RowDotsA
     a.out[blockIdx.x] = sum;
 }
 
-// The sum of a list, 0-d, rounded once where that is asked for.
+// The sum of a list, 0-d, to `out`, or rounded once to `rounded`.
 extern "C" __global__ void __launch_bounds__(1024) add_doubles(const __grid_constant__ AddDoublesArguments a) {
     __shared__ double sums[32];
     double sum = 0.0;

@@ -1,6 +1,6 @@
 // The sigmoid loss of one chunk, value and gradient_scale * G in one pass over the tiles of X, for sm_80 and later.
 //
-// sigmoid_sm80<P, MASK, STAGES>: grid, threads and shared memory as forward_sm80. With g null only the sums are made.
+// sigmoid_sm80<P, MASK, STAGES>: grid, threads and shared memory as forward_sm80. If g is null, only the sums are computed.
 #include "epilogue_sigmoid.cuh"
 #include "tile_sm80.cuh"
 
@@ -29,10 +29,10 @@ __device__ __forceinline__ void strip_of_losses(float (&value)[4 * GROUPS], int 
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const int q = e >> 1, column = 8 * g + (e & 1);
-            const Standing pair = standing<MASK>(rows[q], column, e & 1 ? id.y : id.x);
-            const bool counts = pair.admitted && column < columns;
+            const PairStatus status = pair_status<MASK>(rows[q], column, e & 1 ? id.y : id.x);
+            const bool counts = status.admitted && column < columns;
             const float slope_of_pair =
-                counts ? sums[q].add(fmaf(value[4 * g + e], scale, bias), pair.positive, e & 1) : 0.0f;
+                counts ? sums[q].add(fmaf(value[4 * g + e], scale, bias), status.positive, e & 1) : 0.0f;
             // a weight of 0 silences its row, whatever its logits
             value[4 * g + e] = weight[q] != 0.0f ? weight[q] * slope_of_pair : 0.0f;
         }

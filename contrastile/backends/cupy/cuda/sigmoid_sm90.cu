@@ -1,8 +1,8 @@
 // The additive loss of one chunk for sm_90a: row sums of the loss and of its slope, and gradient_scale * G, in one pass.
 //
 // sigmoid_sm90<T, MASK>: grid, threads and shared memory as forward_sm90.
-// G_ij = -w_i z_ij sigmoid(-z_ij x_ij) over admitted pairs. A warp none of whose pairs is positive or hidden, and none of
-// whose rows is silenced, skips the comparisons.
+// G_ij = -w_i z_ij sigmoid(-z_ij x_ij) over admitted pairs. A warp without positive or hidden pairs and without rows of
+// weight 0 skips the comparisons.
 #include "epilogue_forward.cuh"
 #include "epilogue_sigmoid.cuh"
 #include "pair_storage_sm90.cuh"
@@ -35,7 +35,7 @@ struct SigmoidEpilogue {
           slabs(shared_address(memory) + (consumer_ * CONSUMER_WARPS + warp_) * Writer::WARP_SPACE),
           consumer(consumer_),
           warp(warp_),
-          scale(usable_scale(a.plan->alpha)),
+          scale(nonzero_scale(a.plan->alpha)),
           bias(static_cast<float>(a.plan->bias * LOG2E)) {
         if (consumer_thread() == 0) storage.gradient_scale = a.plan->gradient_scale;
         consumer_sync(consumer);
@@ -59,15 +59,16 @@ struct SigmoidEpilogue {
 #pragma unroll
             for (int q = 0; q < 2; ++q) {
                 const int row = row_in_tile(warp, lane, s, q);
-                rows[s][q] = storage.pairs.row(storage.pairs.named(arguments.pairs, arguments.chunk, tile, row), row, first);
+                const int2 named = storage.pairs.named_columns(arguments.pairs, arguments.chunk, tile, row);
+                rows[s][q] = storage.pairs.row(named, row, first);
             }
         const long long* ids = storage.pairs.ids(first);
-        // positives by ids (TARGET) are told apart by their ids below; those past the last column have become -inf,
-        // which is +inf for a positive: so the last tile of a chunk keeps its ids from them
+        // Columns past the last are masked. Below, ids decide what is positive (TARGET), and -inf would be +inf for a
+        // positive: so `column < columns` is checked there too.
         if ((MASK != PLAIN && touched) || columns + first < BN)
 #pragma unroll
             for (int s = 0; s < STRIPS; ++s)
-                admit<MASK, GROUPS>(acc[s], rows[s], ids, true, true, columns, nothing(scale));
+                admit<MASK, GROUPS>(acc[s], rows[s], ids, true, true, columns, masked_dot(scale));
         if (touched)
             write_touched(acc, rows, ids, columns, tile);
         else
@@ -87,7 +88,7 @@ struct SigmoidEpilogue {
         return __any_sync(WHOLE_WARP, found);
     }
 
-    // Nearly all warps: no pair is positive, no row silenced, and what does not count is -inf already.
+    // For nearly all warps: no pair is positive, no row has weight 0, and pairs that do not count are -inf already.
     __device__ __forceinline__ void write(const float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) const {
         const Writer writer(g, slabs, consumer_thread() % 32);
         const bool wanted = arguments.g != nullptr;
@@ -123,8 +124,8 @@ struct SigmoidEpilogue {
         write_rows(sums, tile);
     }
 
-    // Hazard: unrolled over all of a thread's values this is larger than the instruction cache, and the multiprocessor
-    // waits for instructions. So it works on the first PART groups of columns and moves the others down.
+    // Hazard: unrolled over all of a thread's values this loop exceeds the instruction cache, and the multiprocessor waits
+    // for instructions. So each iteration works on the first PART groups of columns and moves the others down.
     __device__ __forceinline__ void write_touched(float (&acc)[STRIPS][PRODUCT_VALUES], PairRow (&rows)[STRIPS][2],
                                                   const long long* ids, int columns, const Place& tile) const {
         constexpr int PART = 2, PARTS = SLAB_GROUPS / PART;  // of a slab
@@ -137,7 +138,7 @@ struct SigmoidEpilogue {
             for (int s = 0; s < STRIPS; ++s) {
                 const float weight[2] = {weight_of(s, 0), weight_of(s, 1)};
                 if (wanted && part % PARTS == 0) {
-                    // the slabs of both strips are open at a time
+                    // the slabs of both strips are open together
                     if (s == 0)
                         writer.open();
                     else
@@ -151,10 +152,10 @@ struct SigmoidEpilogue {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
                         const int q = e >> 1, c = e & 1, column = 8 * h + c;
-                        const bool positive = standing<MASK>(rows[s][q], column, c ? id.y : id.x).positive &&
+                        const bool positive = pair_status<MASK>(rows[s][q], column, c ? id.y : id.x).positive &&
                                               (MASK != TARGET || column < columns);
                         const float slope = sums[s][q].add(fmaf(acc[s][4 * h + e], scale, bias), positive, c);
-                        // selected, not multiplied by 0: it silences its row also where the logit is NaN
+                        // a select, not a product with 0: a weight of 0 silences its row even if the logit is NaN
                         value[e] = weight[q] == 0.0f ? 0.0f : weight[q] * slope;
                     }
                     packed[2 * h] = narrow_pair<T>(value[0], value[1]);

@@ -1,7 +1,7 @@
-// The way of a tile of G to global memory on sm_90a: registers, a slab of shared memory, the copy engine.
+// How a tile of G reaches global memory on sm_90a: from registers to a slab of shared memory, then by the copy engine.
 //
 // A slab is 16 rows by 64 columns of 16-bit numbers, 128 bytes a row, in the 128-byte swizzle: the 16-byte piece p of
-// row r lies where piece p ^ (r % 8) would. Each warp has BUFFERS and fills one while the copy engine reads the others.
+// row r lies where piece p ^ (r % 8) would. Each warp has BUFFERS slabs and fills one while the copy engine reads others.
 #pragma once
 
 #include "pipeline_sm90.cuh"
@@ -11,8 +11,8 @@ namespace contrastile {
 constexpr int SLAB_COLUMNS = 64, SLABS = BN / SLAB_COLUMNS, SLAB_GROUPS = SLAB_COLUMNS / 8;
 constexpr int SLAB_BYTES = 16 * SLAB_COLUMNS * 2;
 
-// Slabs are opened, filled by four `put` and sent, each in one order; number n goes through buffer n % BUFFERS. Several
-// may be open at a time.
+// A slab is opened, filled by four calls of `put`, and sent. Slab n uses buffer n % BUFFERS. Several may be open at a
+// time; they are opened and sent in order.
 template <int BUFFERS>
 class SlabWriter {
   public:
@@ -22,12 +22,12 @@ class SlabWriter {
     __device__ __forceinline__ SlabWriter(const TensorMap& map, unsigned base, int lane)
         : map_(map), base_(base), mine_(base + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4)), first_(lane == 0) {}
 
-    // Before the first store to a slab, UNSENT of those before being open still: the copy that reads its buffer must be
-    // over. Copies end in their order, and those of slabs that are not sent are not among them.
+    // Waits until the copy that reads the slab's buffer is over; call it before the first store. UNSENT earlier slabs are
+    // still open: they have started no copy. Copies end in their order.
     template <int UNSENT = 0>
     __device__ __forceinline__ void open() const {
         static_assert(UNSENT < BUFFERS, "as many slabs are open as there are buffers");
-        if (first_) copies_read<BUFFERS - 1 - UNSENT>();
+        if (first_) wait_copies_read<BUFFERS - 1 - UNSENT>();
         __syncwarp();
     }
 
@@ -39,7 +39,7 @@ class SlabWriter {
                      : "memory");
     }
 
-    // To (row, column) of G. What lies outside is not written, but for what fills a row's last 16 bytes.
+    // Copies the slab to (row, column) of G. The copy writes nothing outside G, except to fill a row's last 16 bytes.
     __device__ __forceinline__ void send(int slab, int row, int column) const {
         publish_to_copies();
         __syncwarp();
@@ -47,7 +47,7 @@ class SlabWriter {
     }
 
     __device__ __forceinline__ void drain() const {
-        if (first_) copies_done();
+        if (first_) wait_copies_written();
     }
 
   private:

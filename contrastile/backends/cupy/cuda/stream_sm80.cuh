@@ -40,12 +40,12 @@ struct Order {
     }
 };
 
-// Sixteen bytes to shared memory, of which `bytes` are read and the rest are zero.
+// Copies sixteen bytes to shared memory: `bytes` are read, the rest are zero.
 __device__ __forceinline__ void copy_async(unsigned to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
 }
 
-// All sixteen, or nothing at all. Predicated, not branched around: the products' instructions can move past it.
+// Copies sixteen bytes if `wanted`. A predicate instead of a branch lets the products' instructions move past it.
 __device__ __forceinline__ void copy_async_if(bool wanted, unsigned to, const void* from) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16; }" ::"r"(to),
                  "l"(from), "r"(static_cast<int>(wanted)));
@@ -53,20 +53,20 @@ __device__ __forceinline__ void copy_async_if(bool wanted, unsigned to, const vo
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
 
-// Waits until all but the latest PENDING groups of copies of this thread are there.
+// Waits until all but the latest PENDING groups of this thread's copies have arrived.
 template <int PENDING>
 __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Where the 16-byte piece `piece` (0..7) of line `line` lies inside a side of a step. The exclusive or spreads eight
-// neighbouring lines over all banks, for the copies and for the products' reads alike.
+// The offset of 16-byte piece `piece` (0..7) of line `line` inside a side of a step. The exclusive or spreads eight
+// neighbouring lines over all banks, for the copies and for the products' reads.
 __device__ __forceinline__ int place_of(int line, int piece) { return line * STEP_BYTES + ((piece ^ (line & 7)) << 4); }
 
 // One block's stream. Shared memory: STAGES steps, rows' side first.
 //
-// Of each step: ready(), then the products of its stage with the PARTS copies of a later step spread among them, then
-// sent(). The copies overwrite the stage of the step before, with which every thread is done once ready() returns.
+// In each step call ready(), then the products of its stage with the PARTS copies of a later step spread among them, then
+// sent(). The copies overwrite the stage of the previous step, which no thread reads any more once ready() returns.
 template <int STAGES>
 class Stream {
 public:
@@ -101,7 +101,7 @@ public:
         return stage;
     }
 
-    // Starts a part of the copies of one step, if all of the step is inside: else copy_with_care has done it.
+    // Starts a part of the copies of one step if all of the step is inside. Otherwise copy_with_care has done it.
     __device__ __forceinline__ void copy(int part) {
         const bool of_rows = part < PARTS / 2;
         const int first = part % (PARTS / 2) * COPIES;
@@ -142,7 +142,7 @@ private:
         return (of_rows ? features.row_stride : features.column_stride) * element_bytes;
     }
 
-    // Bytes of features from the step on that is copied next.
+    // Bytes of features left, from the step that is copied next.
     __device__ __forceinline__ int depth_left() const { return features.depth * element_bytes - step * STEP_BYTES; }
 
     // Shared address of the i-th piece that this thread copies of a side.
@@ -151,7 +151,7 @@ private:
                (of_rows ? 0 : STEP_SIDE) + i * LINES_APART * STEP_BYTES;
     }
 
-    // All copies of a step that is not all inside. Lines outside the chunk and features past the depth become zero, and
+    // All copies of a step that is partly outside. Lines outside the chunk and features past the depth become zero, and
     // nothing is read for them.
     __device__ __forceinline__ void copy_with_care() {
         if (inside || tile >= order.tiles()) return;

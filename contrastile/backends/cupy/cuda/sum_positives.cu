@@ -3,10 +3,10 @@
 
 namespace contrastile {
 
-// Over the logits of rows i whose positive is column j, in the order of the rows. The log-sum-exp of one is that logit.
+// Column j sums the logits of the rows whose positive it is, in their order. The log-sum-exp of one logit is that logit.
 //
-// Each block owns 256 columns and reads all positives; a round takes 1024 rows. Few of them name one of its columns:
-// those are listed in order, and each column's thread walks the list.
+// Each block owns 256 columns and reads all positives, 1024 rows per round. Few rows name one of its columns. The block
+// lists these in order, and the thread of each column walks the list.
 extern "C" __global__ void __launch_bounds__(256) sum_positives(const __grid_constant__ SumPositivesArguments a) {
     constexpr int ROUND = 1024;
     __shared__ int column_of[ROUND];
@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(256) sum_positives(const __grid_con
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             const long long i = round + 128 * warp + 32 * step + lane;
-            const long long j = i < a.m ? named(a.positives[i], listed(a.excluded, i), a.n) - first : -1;
+            const long long j = i < a.m ? positive_column(a.positives[i], index_or_none(a.excluded, i), a.n) - first : -1;
             local[step] = j >= 0 && j < 256 ? static_cast<int>(j) : -1;
             mine += __popc(__ballot_sync(WHOLE_WARP, local[step] >= 0));
         }
@@ -37,13 +37,13 @@ extern "C" __global__ void __launch_bounds__(256) sum_positives(const __grid_con
         if (mine != 0) {
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
-                const unsigned those = __ballot_sync(WHOLE_WARP, local[step] >= 0);
+                const unsigned named_lanes = __ballot_sync(WHOLE_WARP, local[step] >= 0);
                 if (local[step] >= 0) {
-                    const int place = at + __popc(those & ((1u << lane) - 1));
+                    const int place = at + __popc(named_lanes & ((1u << lane) - 1));
                     column_of[place] = local[step];
                     logit_of[place] = a.row_sum[round + 128 * warp + 32 * step + lane];
                 }
-                at += __popc(those);
+                at += __popc(named_lanes);
             }
         }
         __syncthreads();

@@ -5,20 +5,21 @@
 
 namespace contrastile {
 
-// Dynamic shared memory: the stages of the stream, and STORAGE_BYTES behind them for what an epilogue keeps.
+// Dynamic shared memory: the stages of the stream, then STORAGE_BYTES for the epilogue.
 constexpr int STORAGE_BYTES = 10240;
 
 template <int STAGES>
 constexpr int SHARED_BYTES = STAGES * 2 * STEP_SIDE + STORAGE_BYTES;
 
-// What the pairs of a tile are judged by; written before its products, read after them.
+// The pair vectors of a tile; written before its products, read after them.
 struct alignas(16) PairStorage {
     long long row_ids[SIDE], column_ids[SIDE];
     float row_limits[SIDE], column_limits[SIDE];
     int2 named[SIDE];
 };
 
-// Row threadIdx.x and column threadIdx.x of the tile. Named columns past the chunk are none: another chunk has them.
+// Stores row threadIdx.x and column threadIdx.x of the tile. A named column past the chunk becomes -1: it belongs to
+// another chunk.
 template <int MASK>
 __device__ __forceinline__ void store_pairs(PairStorage& storage, const PairVectors& pairs, const Chunk& chunk, Tile at) {
     const int line = threadIdx.x;
@@ -34,8 +35,8 @@ __device__ __forceinline__ void store_pairs(PairStorage& storage, const PairVect
     if (MASK >= DROP) storage.column_ids[line] = at.column + line < chunk.width ? pairs.column_ids[column] : 0;
 }
 
-// Whether a row of the tile has an exclusion in it, or an id that a column has too: asked by all threads, which mostly are
-// told no. A false alarm where rows or columns lie outside the chunk.
+// Whether a row of the tile has an exclusion here, or shares an id with a column; mostly not. All threads must call it.
+// Rows or columns outside the chunk may cause a false alarm.
 template <int MASK>
 __device__ __forceinline__ bool touched(const PairStorage& storage) {
     bool found = storage.named[threadIdx.x].y >= 0;
@@ -50,7 +51,7 @@ __device__ __forceinline__ bool touched(const PairStorage& storage) {
     return __syncthreads_or(found);
 }
 
-// A thread's row, its columns counted from the thread's first: negative numbers match none.
+// The pair indices of a thread's row, counted from the thread's first column: negative numbers match no column.
 template <int MASK>
 __device__ __forceinline__ PairRow pair_row(const PairStorage& storage, const Thread& thread, int s, int q) {
     const int row = thread.row(s, q);
@@ -58,24 +59,24 @@ __device__ __forceinline__ PairRow pair_row(const PairStorage& storage, const Th
     return {named.x - thread.column(), named.y - thread.column(), MASK >= DROP ? storage.row_ids[row] : 0};
 }
 
-// What limits the pairs of a thread: see Limits.
+// The limits of a thread's rows and columns.
 template <int MASK, bool NAN_BEYOND = false>
 __device__ __forceinline__ auto limits_of(const PairStorage& storage, const Thread& thread, float alpha) {
     if constexpr (LIMITED<MASK>) {
-        Limits<STRIPS, NAN_BEYOND> found;
-        found.alpha = alpha;
-        found.columns = storage.column_limits + thread.column();
+        Limits<STRIPS, NAN_BEYOND> limits;
+        limits.alpha = alpha;
+        limits.columns = storage.column_limits + thread.column();
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
-            for (int q = 0; q < 2; ++q) found.rows[s][q] = storage.row_limits[thread.row(s, q)];
-        return found;
+            for (int q = 0; q < 2; ++q) limits.rows[s][q] = storage.row_limits[thread.row(s, q)];
+        return limits;
     } else {
         return NoLimits{};
     }
 }
 
-// Lane c of four gets word c of each: word j is then what lane j held.
+// Transposes 4 words over 4 lanes: lane c receives word c of each lane, and stores that of lane j as word j.
 __device__ __forceinline__ void transpose_four(unsigned (&word)[4], int lane) {
 #pragma unroll
     for (int bit = 1; bit < 4; bit *= 2)
@@ -83,15 +84,15 @@ __device__ __forceinline__ void transpose_four(unsigned (&word)[4], int lane) {
         for (int k = 0; k < 4; ++k) {
             if (k & bit) continue;
             const bool upper = lane & bit;
-            const unsigned given = upper ? word[k] : word[k | bit];
-            const unsigned taken = __shfl_xor_sync(WHOLE_WARP, given, bit);
-            word[k] = upper ? taken : word[k];
-            word[k | bit] = upper ? word[k | bit] : taken;
+            const unsigned sent = upper ? word[k] : word[k | bit];
+            const unsigned received = __shfl_xor_sync(WHOLE_WARP, sent, bit);
+            word[k] = upper ? received : word[k];
+            word[k | bit] = upper ? word[k | bit] : received;
         }
 }
 
-// Stores strip s of G, what lies inside the chunk. g: (height, width) of T.
-// Two-byte types: four lanes trade until each has 8 columns side by side, and writes them as 16 bytes.
+// Stores the part of strip s of G that lies inside the chunk. g: (height, width) of T.
+// With two-byte types four lanes exchange words until each has 8 neighbouring columns, and writes them as 16 bytes.
 template <class T>
 __device__ __forceinline__ void store_strip(const float (&value)[4 * GROUPS], int s, T* g, long long stride,
                                             const Chunk& chunk, Tile at, const Thread& thread) {

@@ -5,15 +5,15 @@
 
 namespace contrastile {
 
-// A row or column that expects one positive and whose negatives are together less than 2^-8 of its positives: the excess of
-// its loss is that small, and p - t would cancel.
+// A row or column is certain if it expects one positive and its negatives sum to less than 2^-8 of its positives. Then
+// p - t would cancel.
 __device__ __forceinline__ bool is_certain(float negatives, float positives, float target) {
     return target > 0.5f && positives - negatives > 8.0f;
 }
 
-// Peaks of LANES rows or columns to peaks (blocks, 8): the largest of each, so that epilogue_scales takes the largest of all.
+// Writes the maxima (WeightPeak) over LANES rows or columns to peaks (blocks, 8); epilogue_scales joins the blocks.
 //
-// All in float, where an error of a few roundings of L is nothing.
+// All are computed in float: a few rounding errors in L do not matter here.
 extern "C" __global__ void __launch_bounds__(256) weight_bounds(const __grid_constant__ WeightBoundsArguments a) {
     const long long row_blocks = ceil_div(a.m, LANES);
     const bool of_rows = blockIdx.x < row_blocks;
@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(256) weight_bounds(const __grid_con
     const long long first = (of_rows ? blockIdx.x : blockIdx.x - row_blocks) * LANES;
     const double bias = a.bias == nullptr ? 0.0 : *a.bias;
     const float upstream = a.upstream == nullptr ? 1.0f : *a.upstream;
-    float peaks[6] = {-infinity(), -infinity(), -infinity(), 0.0f, 0.0f, -infinity()};
+    float peaks[WEIGHT_PEAKS] = {-infinity(), -infinity(), -infinity(), 0.0f, 0.0f, -infinity()};
 #pragma unroll
     for (int k = 0; k < LANES / THREADS; ++k) {
         const long long i = first + k * THREADS + threadIdx.x;
@@ -33,25 +33,26 @@ extern "C" __global__ void __launch_bounds__(256) weight_bounds(const __grid_con
         const float shift = finite_or_zero(fmaxf(negatives, positives));
         const bool bars = side.share != nullptr;
         const float log = bars ? negatives : shift + log2f(exp2f(negatives - shift) + exp2f(positives - shift));
-        // |q (1 - share) - t|: no bar is more than w
+        // a bound of |q (1 - share) - t|, for no bar exceeds w
         const float bound = w * ((bars ? 2.0f : 1.0f) + fabsf(target));
-        // what admits nothing has no pair that could overflow; NaN compares false and counts as infinite
-        peaks[1] = fmaxf(peaks[1], log < infinity() ? log : infinity());
-        peaks[3] = fmaxf(peaks[3], bound < infinity() ? bound : infinity());
+        // L is -inf if the row admits no pair, and then nothing can overflow; NaN compares false and counts as infinite
+        peaks[LARGEST_LSE] = fmaxf(peaks[LARGEST_LSE], log < infinity() ? log : infinity());
+        peaks[LARGEST_BOUND] = fmaxf(peaks[LARGEST_BOUND], bound < infinity() ? bound : infinity());
         if (w != 0.0f) {
-            peaks[0] = fmaxf(peaks[0], log > -infinity() ? -log : infinity());
-            peaks[2] = fmaxf(peaks[2], -w);
-            // bars are relative to the largest of their row: there N says nothing of what a term counts
-            peaks[5] = fmaxf(peaks[5], bars ? infinity() : -(negatives > -infinity() ? negatives : log));
+            peaks[NEGATED_LSE] = fmaxf(peaks[NEGATED_LSE], log > -infinity() ? -log : infinity());
+            peaks[NEGATED_WEIGHT] = fmaxf(peaks[NEGATED_WEIGHT], -w);
+            // bars are relative to the largest of their row, so N bounds no term
+            const float least = negatives > -infinity() ? negatives : log;
+            peaks[NEGATED_NEGATIVES] = fmaxf(peaks[NEGATED_NEGATIVES], bars ? infinity() : -least);
         }
-        // a silent row's bars say nothing of its positives, which L is no bound of
-        if (bars || (w != 0.0f && is_certain(negatives, positives, target))) peaks[4] = 1.0f;
+        // with bars L bounds no positive, not even in a row of weight 0
+        if (bars || (w != 0.0f && is_certain(negatives, positives, target))) peaks[ANY_CERTAIN] = 1.0f;
     }
     block_largest(peaks);
     if (threadIdx.x != 0) return;
     float4* to = reinterpret_cast<float4*>(a.peaks) + 2 * blockIdx.x;
-    to[0] = make_float4(peaks[0], peaks[1], peaks[2], peaks[3]);
-    to[1] = make_float4(peaks[4], peaks[5], 0.0f, 0.0f);
+    to[0] = make_float4(peaks[NEGATED_LSE], peaks[LARGEST_LSE], peaks[NEGATED_WEIGHT], peaks[LARGEST_BOUND]);
+    to[1] = make_float4(peaks[ANY_CERTAIN], peaks[NEGATED_NEGATIVES], 0.0f, 0.0f);
 }
 
 }  // namespace contrastile

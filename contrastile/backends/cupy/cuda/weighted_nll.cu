@@ -1,4 +1,4 @@
-// Log-sum-exps merged, and the loss from them, sum_i w_i loss_i over rows and columns: all in double.
+// Merges log-sum-exps, and forms the loss sum_i w_i loss_i over rows and columns, all in double.
 #include "arguments_small.cuh"
 #include "elements.cuh"
 #include "reduce.cuh"
@@ -16,14 +16,14 @@ extern "C" __global__ void __launch_bounds__(256) merge_lse(const __grid_constan
     if (i < a.length) a.out[i] = merged(a.first[i], a.second[i]);
 }
 
-// The loss of one row: log(1 + e^(N - P)), what its log-sum-exp is above that of its positives, and what that is above t
-// times the sum of their logits, never less than 0: rounding that says so is projected back. t is 1 / n rounded, and the
-// difference small beside P: rint gives n back. Without a positive or a target it is the log-sum-exp; a positive whose
-// logit is -inf is no missing one. NaN compares false and stays, also that of a target.
+// The loss of one row: log(1 + e^(N - P)) + D, where D = P - t S is the excess of P over the mean of the positive logits.
+// D is never negative, so a negative rounding error becomes 0. t is 1 / n rounded, and D is small beside P: rint recovers
+// n. Without a positive or a target the loss is the log-sum-exp. A positive whose logit is -inf is still a positive. NaN
+// fails the comparisons and stays NaN, that of a target too.
 __device__ __forceinline__ double loss_of(double negatives, double positives, double sum, double t) {
     if (t != 0.0 && (positives != -infinity() || sum != 0.0)) {
         const double gap = negatives - positives, above = positives - sum / rint(1.0 / t);
-        // fmax passes over a NaN, which the other term brings
+        // fmax ignores NaN; the other term is NaN then
         return fmax(gap, 0.0) + log1p(exp(-fabs(gap))) + (above < 0.0 ? 0.0 : above);
     }
     return merged(negatives, positives) + 0.0 * t;

@@ -1,24 +1,24 @@
-// One product of kept exponentials E, weighted on their way to the tensor cores, for sm_90a: the second products of the
-// backward pass without a G in memory.
+// One product of kept exponentials E, which are weighted on their way to the tensor cores, for sm_90a: the second products
+// of the backward pass, without G in memory.
 //
 // weighted_sm90<ACROSS>: out (height, width) = G features, G_ik = E_ik (line_i + step_k), E in bfloat16. The contraction
 // runs along the rows of E (0: lines are rows, the rows' gradient) or across them (1: lines are columns of E, the
 // columns' gradient). Grid of 2 ceil(height / 256) ceil(width / 256) shares blocks of PIPELINE_THREADS threads,
 // ALL_SHARED bytes of dynamic shared memory.
 //
-// A block makes a tile of 128 lines by 256 columns, of its share of the contraction. Its producer feeds a ring of
+// A block computes a tile of 128 lines by 256 columns over its share of the contraction. Its producer feeds a ring of
 // stages, each one step of 64 of the contraction: 128 x 64 of E, 64 x 256 of the features and 64 factors. Each of two
 // consumers takes 64 lines: it reads its part of E into registers, in the layout of wgmma's first operand, weights it,
 // rounds it to bfloat16, and multiplies. While the tensor cores work on one step a consumer weights the next.
 //
-// Blocks come in clusters of two, on neighbouring tiles of lines: the features of a step are copied half by each to both.
-// Clusters at work at the same time walk the same steps, those of the same lines side by side: E comes from memory once.
+// Blocks come in clusters of two, on neighbouring tiles of lines: each copies half of the features of a step to both.
+// Clusters that run at the same time walk the same steps, those of the same lines side by side: E is read from memory once.
 //
 // Hazards:
-// * A step's fragments are registers that the tensor cores read: two sets, and a set is written only after the products
-//   before the last are done.
-// * What lies outside E or the features comes as zeros, and the factors' vectors end in zeros: no NaN of what memory
-//   happened to hold can enter.
+// * The tensor cores read a step's fragments from registers. There are two sets, and a set is written only after the
+//   products that read it are done.
+// * Elements outside E and the features arrive as zeros, and the factors' vectors end in zeros, so no NaN of
+//   uninitialised memory can enter.
 #include "pipeline_sm90.cuh"
 
 namespace contrastile {
@@ -39,7 +39,7 @@ __device__ const struct alignas(16) {
              0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f,
              0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f}};
 
-// First line and first column of a block's tile, its share, the first of its steps and how many these are.
+// A block's tile: its first line and column, its share, its first step and the number of its steps.
 struct Tile {
     int line, column, share, begin, steps;
     unsigned rank;  // in the cluster
@@ -89,7 +89,7 @@ struct Consumer {
     int lane;
     float lines[2];       // factors of this lane's rows
 
-    // E of one step, weighted. A matrix of 8 x 8 comes by the rows that lanes point at, across the contraction turned.
+    // Loads E of one step and weights it. Lanes point at the rows of each 8 x 8 matrix; ACROSS loads it transposed.
     __device__ __forceinline__ void apply_factors(int stage, unsigned (&fragments)[PARTS][4]) const {
         const unsigned from = base + stage * STAGE_BYTES + mine;
         const unsigned factors = base + FACTORS_AT + stage * FACTORS_BYTES + 8 * (lane % 4);
@@ -127,14 +127,14 @@ struct Consumer {
     __device__ __forceinline__ void multiply(int stage, const unsigned (&fragments)[PARTS][4], bool add,
                                              float (&acc)[WIDE_VALUES]) const {
         const unsigned b = operand_across(base + stage * STAGE_BYTES + BOXES_OF_E * BOX_BYTES);
-        products_begin();
+        products_fence();
 #pragma unroll
         for (int part = 0; part < PARTS; ++part)
             product_wide(acc, fragments[part], descriptor(b + 128 * part), part > 0 || add);
         products_commit();
     }
 
-    // Both blocks may have the stage again.
+    // Both blocks may refill the stage.
     __device__ __forceinline__ void release(int stage) const {
         if (lane < 2) barrier_arrive(base + EMPTY_AT + 8 * stage, lane);
     }
@@ -146,13 +146,13 @@ struct Consumer {
         apply_factors(0, fragments[0]);
         next.step();
         int last = 0;
-        // two steps a turn: which set of registers is meant must be known to the compiler
+        // two steps per iteration, so that the compiler knows the set of registers
         for (int k = 0; k < steps; k += 2) {
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
                 if (k + odd >= steps) break;
                 multiply(now.stage, fragments[odd], k + odd > 0, acc);
-                products_done<1>();
+                products_wait<1>();
                 if (k + odd > 0) release(last);
                 last = now.stage;
                 now.step();
@@ -163,12 +163,12 @@ struct Consumer {
                 }
             }
         }
-        products_done<0>();
+        products_wait<0>();
         release(last);
     }
 };
 
-// The thread's two rows of the tile: groups of 8 columns, two of each the thread's.
+// Writes the thread's two rows of the tile: two columns of each group of 8.
 __device__ __forceinline__ void put(const float (&acc)[WIDE_VALUES], float* share, const WeightedArguments& a, int line,
                                     int column) {
 #pragma unroll
@@ -206,15 +206,15 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)
     cluster_sync();
     const Tile tile(a);
     if (group == 0) {
-        give_registers<PRODUCER_REGISTERS>();
+        shrink_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) produce<ACROSS>(base, e, features, a, tile);
     } else {
-        take_registers<CONSUMER_REGISTERS>();
+        grow_registers<CONSUMER_REGISTERS>();
         const int consumer = group - 1, warp = threadIdx.x / 32 % 4, low = lane % 8;
         const int line = tile.line + 64 * consumer + 16 * warp + lane / 4;
         const bool kept = a.plan->kept != 0;
         Consumer<ACROSS> self{base, 0, lane, {}};
-        // 8 lanes point at each 8 x 8: first the 8 rows more of the result, then the 8 steps more
+        // 8 lanes point at each 8 x 8 matrix: the second is 8 rows of the result further, the third 8 steps
         const int row = ACROSS ? lane / 16 * 8 + low : 16 * warp + lane % 16;
         const int piece = ACROSS ? 2 * warp + lane / 8 % 2 : lane / 16;
         self.mine = consumer * BOX_BYTES + row * 128 + ((piece ^ low) << 4);

@@ -1,5 +1,5 @@
-// Products of a warpgroup, D in registers: D (64 x 192) or (64 x 128) += A (64 x 16) B^T, both operands in shared memory,
-// and D (64 x 256) or (64 x 128) += A (64 x 16) B (16 x 256 or 16 x 128), A in registers too.
+// Products of a warpgroup with D in registers: D (64 x 192 or 64 x 128) += A (64 x 16) B^T with both operands in shared
+// memory, and D (64 x 256 or 64 x 128) += A (64 x 16) B (16 x 256 or 16 x 128) with A in registers.
 #pragma once
 
 #include "elements.cuh"
@@ -17,17 +17,17 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned low) {
     return static_cast<unsigned long long>(low) | 64ull << 32 | 1ull << 62;
 }
 
-// The registers of D belong to the tensor cores between this and products_done.
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Between this and products_wait the registers of D belong to the tensor cores.
+__device__ __forceinline__ void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 template <int LEFT>
-__device__ __forceinline__ void products_done() {
+__device__ __forceinline__ void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// d, `LIST` of it in an instruction, (+)= left operand times right one; `flag` numbers the operand that follows these.
+// d (+)= left operand times right operand. LIST names the registers of d; `flag` is the number of the operand after them.
 #define CONTRASTILE_LIST64                                                              \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "            \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "  \
@@ -70,18 +70,18 @@ __device__ __forceinline__ void product(float (&d)[PRODUCT_VALUES], unsigned lon
 constexpr int WIDE_COLUMNS = 256, WIDE_VALUES = WIDE_COLUMNS / 2;
 constexpr int BOX_BYTES = 64 * 64 * 2;  // 64 lines of 64 elements, 128 bytes each, in the 128-byte swizzle
 
-// An operand stored across the contraction: 64 of its lines a box, the next 64 in the next box, BOX bytes on; 8 steps of
-// the contraction are 1024 bytes apart, and 16 steps further are 128 further in the low word.
-// Hazard: the address of a cluster's second block has a bit above the 18 that the field takes; it would be added to the
-// distance of the boxes. Operands along the contraction have no such distance, and do not see it.
+// An operand stored across the contraction: a box holds 64 of its lines, the next box, BOX bytes on, the next 64. 8 steps
+// of the contraction are 1024 bytes apart; 16 steps are 128 in the low word.
+// Hazard: in a cluster's second block the address has a bit above the 18 of the field, which would be added to the
+// distance of the boxes. Operands along the contraction have no such distance.
 template <int BOX = BOX_BYTES>
 __device__ __forceinline__ unsigned operand_across(unsigned address) {
     return (address & 0x3ffff) >> 4 | static_cast<unsigned>(BOX >> 4) << 16;
 }
 
-// d = a b, added to d where `add`; bfloat16. a: a lane holds the pairs of steps from 2 (lane % 4) and from 8 more of its
-// rows lane / 4 and 8 more: {row, row + 8} of the first eight steps, then of the others. b: operand_across.
-// Hazard: the registers of a belong to the tensor cores, like those of d, until products_done.
+// d = a b, added to d if `add`; bfloat16. a: a lane holds rows lane / 4 and lane / 4 + 8, and of each the pairs of steps
+// from 2 (lane % 4) and 2 (lane % 4) + 8: {row, row + 8} of the first eight steps, then of the others. b: operand_across.
+// Hazard: until products_wait the registers of a belong to the tensor cores, like those of d.
 __device__ __forceinline__ void product_wide(float (&d)[WIDE_VALUES], const unsigned (&a)[4], unsigned long long b,
                                              bool add) {
     CONTRASTILE_PRODUCT_OF("bf16", "256", 128, "{%128, %129, %130, %131}, %132", "133", "1", CONTRASTILE_ACROSS);
