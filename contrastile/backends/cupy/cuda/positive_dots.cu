@@ -78,7 +78,7 @@ __device__ __forceinline__ float dot_of<Ieee>(const float* x, const float* y, lo
     return sum;
 }
 
-// Logits by row and by column. The columns' are right if every positive is on the diagonal. Otherwise `measure` sets
+// Logits by row and by column. The columns' are right if every positive is on the diagonal. Otherwise the precheck sets
 // plan->off_diagonal, and sum_positives overwrites them.
 template <class P>
 __global__ void __launch_bounds__(256) positive_dots(const __grid_constant__ PositiveDotsArguments a) {
