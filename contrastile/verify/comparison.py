@@ -1,4 +1,4 @@
-"""Outcomes compared with the oracle's, in units of the bounds."""
+"""Compares outcomes with the oracle's outcomes, in units of the bounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STORED = "rows", "columns"
 
 
 class Point(TypedDict):
-    """An error measured at one size, beside what it is compared with: see ``growth``."""
+    """The error at one size, a plain computation's error there, and two bounds: see ``growth``."""
 
     axis: str
     x: float
@@ -31,15 +31,15 @@ class Worst:
     """The element with the largest error / bound.
 
     Attributes:
-        ratio: error / bound; inf where it is wrong by any bound.
+        ratio: error / bound; inf where no bound allows the element.
         field: the outcome's field, with the block's number for columns: "loss", "rows", "columns[1]".
-        index: of the element in the field; None of a failure that is no element's error, which ``field`` then tells.
+        index: the element's index in the field; None for a failure of no element, which ``field`` then describes.
         error: absolute error.
         bound: absolute bound.
         beyond: the largest (error - r) / (bound - r) of all elements, r the unavoidable rounding of the stored result;
-            below 1 where the ratio is. None where nothing is stored in a dtype coarser than the state: then the ratio
-            says as much.
-        point: where it was measured, for the report's plots.
+            below 1 if and only if the ratio is below 1. None where no result has a coarser dtype than the state: the
+            ratio is then the excess.
+        point: the measurement for the report's plots.
     """
 
     ratio: float
@@ -52,7 +52,7 @@ class Worst:
 
     @property
     def excess(self) -> float:
-        """``beyond``, or else the ratio: what the arithmetic used of its bound, the result's own rounding left out."""
+        """``beyond``, or the ratio where that is None: error / bound without the rounding of the stored result."""
         return self.ratio if self.beyond is None else self.beyond
 
     def __str__(self) -> str:
@@ -63,11 +63,11 @@ class Worst:
 
 
 NOTHING = Worst(0.0, "nothing", (), 0.0, 0.0)
-"""Before anything has been compared."""
+"""The worst element before anything has been compared."""
 
 
 def wrong(reason: str) -> Worst:
-    """A failure that is no element's error."""
+    """A failure that no single element causes."""
     return Worst(np.inf, reason, None, np.inf, 0.0)
 
 
@@ -76,69 +76,69 @@ Comparisons = Iterator[tuple[str, Worst]]
 
 
 def parts(outcome: Outcome, fields: Sequence[str] = ("loss", *GRADIENT)) -> Iterator[tuple[str, FloatArray | None]]:
-    """The named fields, one array at a time; columns block by block."""
+    """Yields (name, array) for each named field, and for each block of columns."""
     for name in fields:
         value = getattr(outcome, name)
         if isinstance(value, tuple):
-            yield from ((f"{name}[{c}]", each) for c, each in enumerate(value))
+            yield from ((f"{name}[{c}]", block) for c, block in enumerate(value))
         else:
             yield name, value
 
 
-def compare(got: Outcome, truth: Outcome, bound: Outcome, fields: Sequence[str] = ("loss", *GRADIENT)) -> Worst:
-    """The largest |got - truth| / bound over all elements of the fields, and where it is.
+def compare(outcome: Outcome, truth: Outcome, bound: Outcome, fields: Sequence[str] = ("loss", *GRADIENT)) -> Worst:
+    """The element with the largest |outcome - truth| / bound in the fields.
 
-    Where the truth is not finite the value must be equal: NaN for NaN, inf for the same inf. A value that is not finite
-    where the truth is, a missing element and a bound of NaN have ratio inf. An error of 0 has ratio 0, whatever the
-    bound. Fields that the truth lacks are not compared.
+    Where the truth is not finite the value must be equal: NaN for NaN, inf for the same inf. The ratio is inf where a
+    value is not finite but the truth is, where an element is missing, and where the bound is NaN. An error of 0 has
+    ratio 0, whatever the bound. Fields that are None in the truth are not compared.
     """
-    found = []
+    worst_of_fields = []
     bounds = dict(parts(bound, fields))
-    values = dict(parts(got, fields))
+    values = dict(parts(outcome, fields))
     for name, expected in parts(truth, fields):
         if expected is not None:
             rounding = bound.rounding if name.partition("[")[0] in _STORED else (0.0, 0.0)
-            found.append(_compare_one(name, values.get(name), expected, bounds.get(name), rounding))
-    return largest(found)
+            worst_of_fields.append(_compare_field(name, values.get(name), expected, bounds.get(name), rounding))
+    return largest(worst_of_fields)
 
 
-def largest(found: Sequence[Worst]) -> Worst:
-    """The first of largest ratio, with the largest ``beyond`` of all; ``NOTHING`` of none."""
-    if not found:
+def largest(elements: Sequence[Worst]) -> Worst:
+    """The first element of the largest ratio, with the largest ``beyond`` of all; ``NOTHING`` if there is none."""
+    if not elements:
         return NOTHING
-    worst = max(found, key=lambda each: each.ratio)
-    excess = max(each.excess for each in found)
+    worst = max(elements, key=lambda element: element.ratio)
+    excess = max(element.excess for element in elements)
     return worst if excess == worst.excess else replace(worst, beyond=excess)
 
 
-def _compare_one(
-    name: str, got: FloatArray | None, truth: FloatArray, bound: FloatArray | None, rounding: tuple[float, float]
+def _compare_field(
+    name: str, values: FloatArray | None, truth: FloatArray, bound: FloatArray | None, rounding: tuple[float, float]
 ) -> Worst:
-    if got is None or bound is None:
+    if values is None or bound is None:
         return wrong(f"{name} is missing")
-    if np.shape(got) != np.shape(truth):
-        return wrong(f"{name} has shape {np.shape(got)}, not {np.shape(truth)}")
+    if np.shape(values) != np.shape(truth):
+        return wrong(f"{name} has shape {np.shape(values)}, not {np.shape(truth)}")
     if np.size(truth) == 0:
         return Worst(0.0, name, (), 0.0, 0.0)
-    got, truth = np.asarray(got), np.asarray(truth)
+    values, truth = np.asarray(values), np.asarray(truth)
     with np.errstate(all="ignore"):
-        same = (got == truth) | (np.isnan(got) & np.isnan(truth))
-        error = np.where(same, 0.0, np.abs(got - truth))
+        is_equal = (values == truth) | (np.isnan(values) & np.isnan(truth))
+        error = np.where(is_equal, 0.0, np.abs(values - truth))
         # a bound of inf says nothing about values that are not finite
-        ratio = np.where(same, 0.0, error / np.broadcast_to(bound, truth.shape))
-        hopeless = ~same & (~np.isfinite(got) | ~np.isfinite(truth) | np.isnan(ratio))
-    ratio = np.where(hopeless, np.inf, ratio)
+        ratio = np.where(is_equal, 0.0, error / np.broadcast_to(bound, truth.shape))
+        is_wrong = ~is_equal & (~np.isfinite(values) | ~np.isfinite(truth) | np.isnan(ratio))
+    ratio = np.where(is_wrong, np.inf, ratio)
     index = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
-    where = tuple(int(i) for i in index)
+    place = tuple(int(i) for i in index)
     beyond = None
     if any(rounding):
         unavoidable = np.where(np.isfinite(truth), _half_ulp(truth, *rounding), 0.0)
         with np.errstate(all="ignore"):
-            more = np.where(error > unavoidable, (error - unavoidable) / (bound - unavoidable), 0.0)
-        # never on another side of 1 than the ratio
-        beyond = float(np.where(ratio < 1, np.clip(more, 0.0, ratio), ratio).max())
+            remaining = np.where(error > unavoidable, (error - unavoidable) / (bound - unavoidable), 0.0)
+        # beyond is below 1 if and only if the ratio is
+        beyond = float(np.where(ratio < 1, np.clip(remaining, 0.0, ratio), ratio).max())
     return Worst(
-        float(ratio[index]), name, where, float(error[index]), float(np.broadcast_to(bound, truth.shape)[index]), beyond
+        float(ratio[index]), name, place, float(error[index]), float(np.broadcast_to(bound, truth.shape)[index]), beyond
     )
 
 
@@ -148,15 +148,15 @@ def _half_ulp(x: FloatArray, unit: float, underflow: float) -> FloatArray:
     return float64(np.maximum(np.ldexp(unit, exponent - 1), underflow))
 
 
-def identical(got: Outcome, expected: Outcome, fields: Sequence[str] = ("loss", *GRADIENT)) -> Worst:
-    """Ratio 0 when all of the fields have equal bits, inf otherwise."""
-    for (name, a), (_, b) in zip(parts(got, fields), parts(expected, fields), strict=True):
+def identical(outcome: Outcome, expected: Outcome, fields: Sequence[str] = ("loss", *GRADIENT)) -> Worst:
+    """Ratio 0 if all fields have equal bits, else inf."""
+    for (name, a), (_, b) in zip(parts(outcome, fields), parts(expected, fields), strict=True):
         if a is None and b is None:
             continue
         if a is None or b is None:
             return wrong(f"{name} is missing")
-        differ = np.flatnonzero(np.asarray(a).view(np.int64).ravel() != np.asarray(b).view(np.int64).ravel())
-        if differ.size:
-            index = np.unravel_index(differ[0], np.shape(a))
+        differing = np.flatnonzero(np.asarray(a).view(np.int64).ravel() != np.asarray(b).view(np.int64).ravel())
+        if differing.size:
+            index = np.unravel_index(differing[0], np.shape(a))
             return Worst(np.inf, name, tuple(map(int, index)), float(abs(a[index] - b[index])), 0.0)
     return NOTHING

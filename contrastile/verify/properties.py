@@ -1,6 +1,6 @@
-"""The properties of a correct backend, one function each, which yields (label, worst element) per comparison.
+"""The properties of a correct backend. Each is a function that yields (label, worst element) per comparison.
 
-Results are compared with the oracle's within derived bounds, or bit for bit where the contract requires equal bits.
+A property compares results with the oracle's within derived bounds, or bit for bit where the contract requires it.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ from contrastile.verify.trial import Property, SkipError, Trial
 from contrastile.verify.truth import Outcome, truth
 
 _MEDIUM = 1 << 23
-"""Multiplications that longdouble, of which no library has matrix products, takes seconds for."""
+"""Multiplications that take seconds in longdouble, because no library has matrix products of it."""
 
 
 def value(trial: Trial) -> Comparisons:
     """The loss and the statistics of every row and column agree with the oracle's."""
-    got, fields = trial.outcome, ["loss"]
+    outcome, fields = trial.outcome, ["loss"]
     if trial.problem.kind != "sigmoid":
-        found = trial.subject.run(replace(trial.problem, kind="statistics"), want=None)
-        got, fields = replace(got, statistics=found.loss), ["statistics", "loss"]
-    yield "", compare(got, trial.oracle.outcome, trial.bound, fields)
+        statistics_outcome = trial.subject.run(replace(trial.problem, kind="statistics"), want=None)
+        outcome, fields = replace(outcome, statistics=statistics_outcome.loss), ["statistics", "loss"]
+    yield "", compare(outcome, trial.oracle.outcome, trial.bound, fields)
 
 
 def gradients(trial: Trial) -> Comparisons:
     """The gradients of rows, columns, scale and bias agree with the oracle's; of values as of the features."""
     yield "", compare(trial.outcome, trial.oracle.outcome, trial.bound, GRADIENT)
     if trial.small and trial.subject.backend.values and trial.problem.kind != "sigmoid":
-        yield "of values", compare(_of_values(trial), trial.oracle.outcome, trial.bound, GRADIENT)
-    # a backend that chooses keeps where that is faster
+        yield "of values", compare(_outcome_of_values(trial), trial.oracle.outcome, trial.bound, GRADIENT)
+    # without ``keep`` the backend chooses by speed: force both paths
     for keep in (0, 64) if trial.keeps and trial.subject.keep is None else ():
-        got = replace(trial.subject, keep=keep).run(trial.problem)
-        yield f"keep {keep}", compare(got, trial.oracle.outcome, trial.bound, GRADIENT)
+        outcome = replace(trial.subject, keep=keep).run(trial.problem)
+        yield f"keep {keep}", compare(outcome, trial.oracle.outcome, trial.bound, GRADIENT)
 
 
-def _of_values(trial: Trial) -> Outcome:
-    """The outcome where G multiplies the features in reverse, and its gradients turned round again."""
+def _outcome_of_values(trial: Trial) -> Outcome:
+    """The outcome for features followed by their reverse as values, whose gradients are reversed back."""
     problem, depth = trial.problem, trial.problem.rows.shape[1]
     rows, *columns = (np.concatenate([x, x[:, ::-1]], axis=1) for x in (problem.rows, *problem.columns))
-    wide = replace(problem, rows=rows, columns=tuple(columns))
-    found = trial.subject.run(wide, with_values(trial.subject.backend, depth))
-    rows, *columns = (x[:, : depth - 1 : -1] for x in (found.rows, *found.columns))
-    return replace(found, rows=rows, columns=tuple(columns))
+    wide_problem = replace(problem, rows=rows, columns=tuple(columns))
+    outcome = trial.subject.run(wide_problem, with_values(trial.subject.backend, depth))
+    rows, *columns = (x[:, : depth - 1 : -1] for x in (outcome.rows, *outcome.columns))
+    return replace(outcome, rows=rows, columns=tuple(columns))
 
 
 def plain(trial: Trial) -> Comparisons:
@@ -74,8 +74,8 @@ def plain(trial: Trial) -> Comparisons:
             raise SkipError("nothing here is more exact than a plain float64 computation")
         if trial.products > _MEDIUM:
             raise SkipError("computes in longdouble: no large cases")
-    how = subject.accuracy, subject.dtype, NOISIER[subject.device]
-    yield "", compare_with_plain(problem, trial.oracle, trial.outcome, *how)
+    plain_settings = subject.accuracy, subject.dtype, NOISIER[subject.device]
+    yield "", compare_with_plain(problem, trial.oracle, trial.outcome, *plain_settings)
 
 
 def tiles(trial: Trial) -> Comparisons:
@@ -84,21 +84,21 @@ def tiles(trial: Trial) -> Comparisons:
     m, n = len(trial.problem.rows), sum(rearrange.sizes(trial.problem))
     sizes = [(7, 5), (m // 2 + 1, n + 3), (2 * m + 1, n // 2 + 1), (64, 64), (128, 32)] + [(1, 1)] * (m * n <= 64)
     for tile in sizes:
-        how = Options(tile=tile)
-        got = trial.subject.run(trial.problem, options=how)
-        bound = trial.subject.bounds(trial.problem, trial.oracle, options=how)
-        yield f"tile {tile[0]} x {tile[1]}", compare(got, trial.oracle.outcome, bound)
+        tile_options = Options(tile=tile)
+        outcome = trial.subject.run(trial.problem, options=tile_options)
+        bound = trial.subject.bounds(trial.problem, trial.oracle, options=tile_options)
+        yield f"tile {tile[0]} x {tile[1]}", compare(outcome, trial.oracle.outcome, bound)
 
 
 def options(trial: Trial) -> Comparisons:
     """No memory for G, a little of it, and no kept exponentials give the same loss and gradients."""
     trial.only_small()
-    each: tuple[dict[str, Any], ...] = ({"workspace": 0}, {"workspace": 1}, {"keep": 0}, {"keep": 1})
-    for settings in each:
+    settings_to_try: tuple[dict[str, Any], ...] = ({"workspace": 0}, {"workspace": 1}, {"keep": 0}, {"keep": 1})
+    for settings in settings_to_try:
         subject = replace(trial.subject, **settings)
-        got = subject.run(trial.problem)
+        outcome = subject.run(trial.problem)
         bound = subject.bounds(trial.problem, trial.oracle)
-        yield ", ".join(f"{name} {x}" for name, x in settings.items()), compare(got, trial.oracle.outcome, bound)
+        yield ", ".join(f"{name} {x}" for name, x in settings.items()), compare(outcome, trial.oracle.outcome, bound)
         if subject.keep == 0 and trial.problem.rows.size:
             yield "keep 0", wrong("something is kept") if replace(trial, subject=subject).keeps else NOTHING
 
@@ -106,14 +106,14 @@ def options(trial: Trial) -> Comparisons:
 def shift(trial: Trial) -> Comparisons:
     """With a number added to every logit, the log-sum-exps and the gradients are the oracle's."""
     trial.only_small()
-    old = 0.0 if trial.problem.bias is None else float(trial.problem.bias)
-    # the bias stays a float32
-    new, p = float64(np.float32(old + 4.0)), trial.problem
-    # a guide knows of no bias
-    by = new - old if p.row_guide is None else 0.0
-    limits = [None if x is None else x + by for x in (p.row_limits, p.column_limits)]
-    moved = replace(p, bias=new, row_limits=limits[0], column_limits=limits[1])
-    yield "bias + 4", trial.subject.compare(moved)
+    old_bias = 0.0 if trial.problem.bias is None else float(trial.problem.bias)
+    # the bias is exact in float32
+    new_bias, problem = float64(np.float32(old_bias + 4.0)), trial.problem
+    # a guide's dot products have no bias, so its limits stay
+    offset = new_bias - old_bias if problem.row_guide is None else 0.0
+    limits = [None if x is None else x + offset for x in (problem.row_limits, problem.column_limits)]
+    shifted = replace(problem, bias=new_bias, row_limits=limits[0], column_limits=limits[1])
+    yield "bias + 4", trial.subject.compare(shifted)
 
 
 def non_negative(trial: Trial) -> Comparisons:
@@ -130,80 +130,80 @@ def non_negative(trial: Trial) -> Comparisons:
 def symmetric(trial: Trial) -> Comparisons:
     """Rows against themselves, without columns of their own, give the sum of the rows' and the columns' gradients.
 
-    Their errors are at most those that ``plain`` allows.
+    Errors are at most those that ``plain`` allows.
     """
     trial.only_finite()
     if not rearrange.is_symmetric(trial.problem):
         raise SkipError("its rows are not its columns, or its pairs are not the same either way round")
     problem, subject = replace(trial.problem, columns=()), trial.subject
-    # a large case has as many tiles in larger ones
+    # larger tiles give a large case about as many tiles as a small one
     tiles = ((5, 7), (16, 16)) if trial.small else ((37, 41),)
     for tile, factor in ((None, 1.0), *zip(tiles, (-2.5, 1.0), strict=False)):
         options, oracle = Options(tile=tile), trial.oracle if factor == 1.0 else truth(trial.problem, factor)
-        got = subject.run(problem, options=options, upstream=factor)
+        outcome = subject.run(problem, options=options, upstream=factor)
         bound = rearrange.folded(trial.subject.bounds(trial.problem, oracle, factor, options))
-        yield f"tile {tile}, upstream {factor}", compare(got, rearrange.folded(oracle.outcome), bound)
+        yield f"tile {tile}, upstream {factor}", compare(outcome, rearrange.folded(oracle.outcome), bound)
         if tile is None and subject.dtype != "float64":
-            how = subject.accuracy, subject.dtype, NOISIER[subject.device], rearrange.folded
-            yield "beside a plain computation", compare_with_plain(trial.problem, oracle, got, *how)
+            plain_settings = subject.accuracy, subject.dtype, NOISIER[subject.device], rearrange.folded
+            yield "beside a plain computation", compare_with_plain(trial.problem, oracle, outcome, *plain_settings)
 
 
 def upstream(trial: Trial) -> Comparisons:
     """The upstream gradient multiplies every gradient: 0 gives gradients of 0, and NaN is never swallowed."""
     trial.only_small()
-    exact = [x for _, x in parts(trial.oracle.outcome, GRADIENT)]
-    # as a gradient scaler begins with, where float16 can hold the gradients
-    large, most = 65536.0, max(np.abs(x).max(initial=0.0) for x in exact if x is not None)
-    if trial.subject.dtype == "float16" and most * large > 32768:
-        large = 4.0
-    for factor in (-2.5, large):
+    exact_gradients = [x for _, x in parts(trial.oracle.outcome, GRADIENT)]
+    # a gradient scaler begins with 65536; float16 may not hold such gradients
+    large_factor, largest_gradient = 65536.0, max(np.abs(x).max(initial=0.0) for x in exact_gradients if x is not None)
+    if trial.subject.dtype == "float16" and largest_gradient * large_factor > 32768:
+        large_factor = 4.0
+    for factor in (-2.5, large_factor):
         yield f"upstream {factor}", trial.subject.compare(trial.problem, upstream=factor)
     trial.only_finite()
     for factor in (np.nan, np.inf):
-        found = parts(trial.subject.run(trial.problem, upstream=factor), GRADIENT)
+        scaled_gradients = parts(trial.subject.run(trial.problem, upstream=factor), GRADIENT)
         swallowed = [
             name
-            for (name, x), right in zip(found, exact, strict=True)
-            if x is not None and right is not None and (np.isfinite(x) & (right != 0)).any()
+            for (name, x), exact in zip(scaled_gradients, exact_gradients, strict=True)
+            if x is not None and exact is not None and (np.isfinite(x) & (exact != 0)).any()
         ]
         yield f"upstream {factor}", wrong(f"{swallowed[0]} is finite") if swallowed else NOTHING
-    got = trial.subject.run(trial.problem, upstream=0.0)
-    nothing = rearrange.scaled(trial.oracle.outcome, 0.0, GRADIENT)
-    yield "upstream 0", compare(got, nothing, rearrange.scaled(nothing, 0.0, ("loss",)), GRADIENT)
+    outcome = trial.subject.run(trial.problem, upstream=0.0)
+    zero_gradients = rearrange.scaled(trial.oracle.outcome, 0.0, GRADIENT)
+    yield "upstream 0", compare(outcome, zero_gradients, rearrange.scaled(zero_gradients, 0.0, ("loss",)), GRADIENT)
 
 
 def frozen(trial: Trial) -> Comparisons:
     """Leaving out some of the gradients (rows, columns, both, all) changes none of the others, nor the loss."""
     trial.only_small()
-    count, bias, exact = len(trial.problem.columns), trial.problem.kind == "sigmoid", trial.oracle.outcome
-    none, every, others = (False,) * count, (True,) * count, tuple(c % 2 == 0 for c in range(count))
+    count, has_bias, exact = len(trial.problem.columns), trial.problem.kind == "sigmoid", trial.oracle.outcome
+    no_columns, all_columns, even_columns = (False,) * count, (True,) * count, tuple(c % 2 == 0 for c in range(count))
     requests: dict[str, Wanted | None] = {
-        "columns frozen": Wanted(True, none, True, bias),
-        "rows frozen": Wanted(False, every, False, bias),
-        "rows frozen, not the scale": Wanted(False, every, True, bias),
-        "the scale frozen": Wanted(True, every, False, False),
-        "rows and columns frozen": Wanted(False, none, not bias, bias),
+        "columns frozen": Wanted(True, no_columns, True, has_bias),
+        "rows frozen": Wanted(False, all_columns, False, has_bias),
+        "rows frozen, not the scale": Wanted(False, all_columns, True, has_bias),
+        "the scale frozen": Wanted(True, all_columns, False, False),
+        "rows and columns frozen": Wanted(False, no_columns, not has_bias, has_bias),
         "the value alone": None,
     }
     if count > 1:
-        requests["every other block frozen"] = Wanted(True, others, True, bias)
+        requests["every other block frozen"] = Wanted(True, even_columns, True, has_bias)
     for label, wanted in requests.items():
-        got = trial.subject.run(trial.problem, want=wanted)
-        w = wanted or Wanted(False, none, False)
-        columns = tuple(x if want else None for x, want in zip(exact.columns, w.columns, strict=True))
+        outcome = trial.subject.run(trial.problem, want=wanted)
+        request = wanted or Wanted(False, no_columns, False)
+        columns = tuple(x if is_wanted else None for x, is_wanted in zip(exact.columns, request.columns, strict=True))
         expected: dict[str, Any] = {"columns": columns}
-        expected |= {name: None for name in ("rows", "scale", "bias") if not getattr(w, name)}
-        yield label, compare(got, replace(exact, **expected), trial.bound)
+        expected |= {name: None for name in ("rows", "scale", "bias") if not getattr(request, name)}
+        yield label, compare(outcome, replace(exact, **expected), trial.bound)
 
 
 def accumulation(trial: Trial) -> Comparisons:
     """Gradients are added to the accumulators: a second call doubles them."""
     trial.only_small()
-    got = trial.subject.run(trial.problem, layouts.called_twice(trial.subject.backend))
-    twice = rearrange.scaled(trial.oracle.outcome, 2.0, ("rows", "columns", "scale"))
+    outcome = trial.subject.run(trial.problem, layouts.called_twice(trial.subject.backend))
+    doubled = rearrange.scaled(trial.oracle.outcome, 2.0, ("rows", "columns", "scale"))
     # the second pass adds to the first, so its partial sums are up to twice as large: three bounds, not two
     bound = rearrange.scaled(trial.bound, 3.0, GRADIENT)
-    yield "added twice", compare(got, twice, bound, ("rows", "columns", "scale"))
+    yield "added twice", compare(outcome, doubled, bound, ("rows", "columns", "scale"))
 
 
 def determinism(trial: Trial) -> Comparisons:
@@ -214,26 +214,26 @@ def determinism(trial: Trial) -> Comparisons:
 
 def guard_bands(trial: Trial) -> Comparisons:
     """No buffer is read or written out of bounds."""
-    yield from _relocated(trial, {"between guard bands": layouts.guard_bands})
+    yield from _with_layouts(trial, {"between guard bands": layouts.guard_bands})
 
 
 def strided(trial: Trial) -> Comparisons:
     """Transposed, every-other, reversed and expanded views give the same results as contiguous arrays."""
-    yield from _relocated(trial, {"transposed": layouts.transposed, "every other element": layouts.every_other})
+    yield from _with_layouts(trial, {"transposed": layouts.transposed, "every other element": layouts.every_other})
     # torch has no negative strides
     if trial.subject.backend.arrays.name != "torch":
-        yield from _relocated(trial, {"backwards": layouts.backwards})
+        yield from _with_layouts(trial, {"backwards": layouts.backwards})
     rows, *columns = (np.broadcast_to(x[:1], x.shape) for x in (trial.problem.rows, *trial.problem.columns))
     problem = replace(trial.problem, rows=rows, columns=tuple(columns))
     yield "expanded", trial.subject.compare(problem, backend=layouts.expanded(trial.subject.backend))
 
 
-def _relocated(trial: Trial, places: dict[str, layouts.Layout]) -> Comparisons:
+def _with_layouts(trial: Trial, layouts_by_label: dict[str, layouts.Layout]) -> Comparisons:
     trial.only_small()
-    for label, layout in places.items():
+    for label, layout in layouts_by_label.items():
         violations: list[str] = []
-        got = trial.subject.run(trial.problem, layouts.relocated(trial.subject.backend, layout, violations))
-        yield label, compare(got, trial.oracle.outcome, trial.bound)
+        outcome = trial.subject.run(trial.problem, layouts.relocated(trial.subject.backend, layout, violations))
+        yield label, compare(outcome, trial.oracle.outcome, trial.bound)
         for violation in violations[:1]:
             yield label, wrong(violation)
 
@@ -242,8 +242,8 @@ def poisoned_memory(trial: Trial) -> Comparisons:
     """No result depends on the contents of uninitialised memory."""
     trial.only_small()
     with memory.poisoned(trial.subject.backend.arrays):
-        got = trial.subject.run(trial.problem)
-    yield "", compare(got, trial.oracle.outcome, trial.bound)
+        outcome = trial.subject.run(trial.problem)
+    yield "", compare(outcome, trial.oracle.outcome, trial.bound)
 
 
 def non_finite(trial: Trial) -> Comparisons:
@@ -255,43 +255,43 @@ def non_finite(trial: Trial) -> Comparisons:
         raise SkipError("has no row with a weight")
     row = int(np.flatnonzero(problem.row_weight)[-1])
 
-    def planted(x: np.ndarray, where: int, feature: int, what: float) -> np.ndarray:
+    def planted(x: np.ndarray, position: int, feature: int, number: float) -> np.ndarray:
         x = x.copy()
-        x[where, feature] = what
+        x[position, feature] = number
         return x
 
     middle = problem.rows.shape[1] // 2
-    infinite = {
-        f"{what} in a row": replace(problem, rows=planted(problem.rows, row, middle, what))
-        for what in (np.inf, -np.inf)
+    infinite_problems = {
+        f"{number} in a row": replace(problem, rows=planted(problem.rows, row, middle, number))
+        for number in (np.inf, -np.inf)
     }
     yield "NaN in a row", trial.subject.compare(replace(problem, rows=planted(problem.rows, row, 0, np.nan)))
     if problem.column_weight is None and not problem.row_weight.all():
-        silent = int(np.flatnonzero(problem.row_weight == 0)[0])
-        silenced = trial.subject.run(replace(problem, rows=planted(problem.rows, silent, 0, np.nan)), want=None)
-        yield "NaN in a row of weight 0", compare(silenced, trial.oracle.outcome, trial.bound, ("loss",))
+        unweighted_row = int(np.flatnonzero(problem.row_weight == 0)[0])
+        outcome = trial.subject.run(replace(problem, rows=planted(problem.rows, unweighted_row, 0, np.nan)), want=None)
+        yield "NaN in a row of weight 0", compare(outcome, trial.oracle.outcome, trial.bound, ("loss",))
     first, *others = problem.columns
     if len(first):
         columns = (planted(first, len(first) - 1, -1, np.nan), *others)
         yield "NaN in a column", trial.subject.compare(replace(problem, columns=columns))
         columns = (planted(first, 0, middle, np.inf), *others)
-        infinite["inf in a column"] = replace(problem, columns=columns)
-        own = -1 if problem.positives is None else int(problem.positives[row])
-        if 0 <= own < len(first):
-            # its positive's logit alone is +inf
+        infinite_problems["inf in a column"] = replace(problem, columns=columns)
+        positive_column = -1 if problem.positives is None else int(problem.positives[row])
+        if 0 <= positive_column < len(first):
+            # the logit of the row's positive alone is +inf
             columns = first.copy()
-            columns[:, middle], columns[own, middle] = -1.0, 1.0
+            columns[:, middle], columns[positive_column, middle] = -1.0, 1.0
             rows = planted(problem.rows, row, middle, np.copysign(np.inf, problem.scale))
-            infinite["an infinite positive"] = replace(problem, rows=rows, columns=(columns, *others))
-    infinite["NaN for the scale"] = replace(problem, scale=np.asarray(np.nan))
-    for label, changed in infinite.items():
-        exact, found = truth(changed).outcome, trial.subject.run(changed)
+            infinite_problems["an infinite positive"] = replace(problem, rows=rows, columns=(columns, *others))
+    infinite_problems["NaN for the scale"] = replace(problem, scale=np.asarray(np.nan))
+    for label, changed in infinite_problems.items():
+        exact, outcome = truth(changed).outcome, trial.subject.run(changed)
         if np.isfinite(exact.loss):
             continue
-        number = np.isfinite(found.loss)
+        is_finite = np.isfinite(outcome.loss)
         if label == "an infinite positive":
-            number |= bool((np.isfinite(found.rows[row]) & np.isnan(exact.rows[row])).any())
-        yield label, wrong("a number where the oracle has NaN") if number else NOTHING
+            is_finite |= bool((np.isfinite(outcome.rows[row]) & np.isnan(exact.rows[row])).any())
+        yield label, wrong("a number where the oracle has NaN") if is_finite else NOTHING
 
 
 _EVERY_CASE = (
@@ -314,7 +314,7 @@ _EVERY_CASE = (
     poisoned_memory,
     non_finite,
 )
-_OWN_CASE = (
+_WITH_OWN_CASE = (
     Property("saved-bytes", memory.saved_bytes, "batch-doubling"),
     Property("peak-memory", peak.peak_memory, peak.CASE),
     Property("growth", growth.growth, growth.CASE),
@@ -324,6 +324,6 @@ _OWN_CASE = (
     Property("drawn", strategies.drawn, strategies.CASE),
 )
 PROPERTIES = {
-    each.name: each
-    for each in (*(Property(check.__name__.replace("_", "-"), check) for check in _EVERY_CASE), *_OWN_CASE)
+    prop.name: prop
+    for prop in (*(Property(check.__name__.replace("_", "-"), check) for check in _EVERY_CASE), *_WITH_OWN_CASE)
 }

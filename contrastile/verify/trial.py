@@ -1,4 +1,4 @@
-"""A property, and its argument: one backend, dtype and case, with its truth and bounds."""
+"""A property, and the trial that it checks: one backend, dtype and case, with their truth and bounds."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Property:
     """A named property.
 
     Attributes:
-        name: what ``--property`` calls it.
-        check: takes a Trial; of a property with a case of its own, a Subject and that case's full name.
-        case: that case, which runs once per backend and dtype; None for a property of every case.
-        says: what is correct, where the check does not say so itself.
+        name: the value of ``--property`` that selects it.
+        check: takes a Trial; if ``case`` is given, takes a Subject and that case's full name.
+        case: the property's own case, which runs once per backend and dtype; None for a property of every case.
+        says: the description, where the check's docstring has none.
     """
 
     name: str
@@ -49,13 +49,13 @@ class SkipError(Exception):
 
 
 def skipped(reason: str) -> Comparisons:
-    """The comparisons of what is skipped."""
+    """Comparisons that skip at once."""
     raise SkipError(reason)
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The backend under test, and how it computes: see ``options.OPTIONS``."""
+    """The backend under test, with the options that it computes with: see ``options.OPTIONS``."""
 
     name: str
     backend: Backend
@@ -81,25 +81,25 @@ class Subject:
 
     @property
     def options(self) -> Options:
-        """How it computes, for a backend."""
+        """The options, as a backend takes them."""
         return Options(**self.settings)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """How it computes, for the front door."""
+        """The options, as keywords of the public functions."""
         return {"precision": self.precision, "workspace": self.workspace, "keep": self.keep}
 
     @property
     def accuracy(self) -> Accuracy:
-        """The facts from which its bounds are derived.
+        """The backend's accuracy facts, from which the bounds are derived.
 
         Raises:
-            FactsError: they are looser than those of a plain computation.
+            FactsError: the facts are looser than those of a plain computation.
         """
         has_choices = len(self.backend.precisions) > 1 or self.backend.keeping is not None
-        how = (self.options,) if has_choices and self.options != Options() else ()
-        found = self.backend.accuracy(self.dtype, self.device, *how)
-        return facts.checked(found, self.backend, self.dtype, self.precision)
+        options = (self.options,) if has_choices and self.options != Options() else ()
+        accuracy = self.backend.accuracy(self.dtype, self.device, *options)
+        return facts.checked(accuracy, self.backend, self.dtype, self.precision)
 
     def run(
         self,
@@ -110,24 +110,24 @@ class Subject:
         want: Want = "every",
     ) -> Outcome:
         """``execution.outcome`` of this subject with its options, or of another backend that wraps it."""
-        how = replace(options or Options(), **self.settings)
-        return outcome(problem, backend or self.backend, self.dtype, self.device, how, upstream, want)
+        merged = replace(options or Options(), **self.settings)
+        return outcome(problem, backend or self.backend, self.dtype, self.device, merged, upstream, want)
 
     def bounds(
         self, problem: Problem, oracle: Truth, upstream: float | FloatArray = 1.0, options: Options | None = None
     ) -> Outcome:
-        """The bounds of a problem, computed with these options."""
+        """The bounds for a problem that is computed with ``options``."""
         return bounds(problem, oracle, self.accuracy, self.dtype, upstream, options)
 
     def compare(self, problem: Problem, *, backend: Backend | None = None, upstream: float | FloatArray = 1.0) -> Worst:
-        """Compare the outcome of a problem with its truth and bounds."""
+        """Compare the outcome of a problem with its truth, within its bounds."""
         oracle = truth(problem, upstream)
-        got = self.run(problem, backend, upstream=upstream)
-        return compare(got, oracle.outcome, self.bounds(problem, oracle, upstream))
+        result = self.run(problem, backend, upstream=upstream)
+        return compare(result, oracle.outcome, self.bounds(problem, oracle, upstream))
 
 
 def asked(case: str, label: str) -> bool:
-    """Whether a comparison is asked for: all are, or those whose labels begin with what the case has after a colon."""
+    """Whether the case selects a comparison: "case" selects all labels, "case:prefix" those that begin with prefix."""
     return label.startswith(case.partition(":")[2])
 
 
@@ -141,7 +141,7 @@ class Trial:
 
     @cached_property
     def oracle(self) -> Truth:
-        """The truth of the case's problem: of a launcher's processes only the leader needs it."""
+        """The truth of the case's problem. Lazy, because only the leader of a launcher's processes needs it."""
         return truth(self.problem)
 
     @cached_property
@@ -158,7 +158,7 @@ class Trial:
 
     @property
     def keeps(self) -> bool:
-        """Whether the backend may keep something of the case between its passes."""
+        """Whether the backend may keep exponentials of the case between its passes."""
         problem, subject = self.problem, self.subject
         if problem.kind == "sigmoid" or subject.backend.keeps is None:
             return False

@@ -25,15 +25,15 @@ class Outcome:
     """Loss, statistics and gradients of a problem: their values, or bounds on their errors. All float64.
 
     Attributes:
-        loss: 0-d, not multiplied by the upstream gradient; of the kind "statistics" these.
+        loss: 0-d, not multiplied by the upstream gradient; for the kind "statistics" the statistics.
         rows: (m, d) dQ.
         columns: (n_c, d) dK for each column block.
         scale: 0-d dscale.
         bias: 0-d dbias of the sigmoid loss, None for softmax.
-        statistics: N, P and D of the rows and then, if they have weights, of the columns, (3, m) or (3, m + n): of the
-            truth and of bounds alone, and None for the sigmoid loss.
-        rounding: of bounds, the ``UNIT`` and ``UNDERFLOW`` with which ``rows`` and ``columns`` are rounded where
-            they are stored in a dtype coarser than the state; else 0.
+        statistics: N, P and D of the rows and then, if they have weights, of the columns, (3, m) or (3, m + n). Only
+            the truth and bounds have them; None for the sigmoid loss.
+        rounding: in bounds, the ``UNIT`` and ``UNDERFLOW`` of the dtype of ``rows`` and ``columns`` if it is coarser
+            than the state's; else 0.
     """
 
     loss: FloatArray
@@ -62,9 +62,9 @@ class Truth:
         G: (m, n) gradient of the logits, upstream gradient included.
         row_sum: (m, d) G K.
         column_sum: (n, d) G^T Q.
-        sides: the row direction and, if there is one, the column direction; none of the sigmoid loss.
-        late: of a MaxSim loss its tokens: q, k, products, G and the sums are of tokens, and all else is of texts.
-        bounds: cache of ``bounds.bounds``: the errors of each arithmetic, the oracle's own among them.
+        sides: the row direction and, if there is one, the column direction; empty for the sigmoid loss.
+        late: the tokens of a MaxSim loss: q, k, products, G and the sums are of tokens, the other fields of texts.
+        bounds: cache of ``bounds.bounds``: the errors of each arithmetic, including the oracle's own.
     """
 
     outcome: Outcome
@@ -85,7 +85,7 @@ class Truth:
 
     @cached_property
     def magnitudes(self) -> FloatArray:
-        """(m, n) sum_k |q_ik| |k_jk|, by which the roundings of a logit are measured."""
+        """(m, n) sum_k |q_ik| |k_jk|: the rounding errors of a logit are relative to it."""
         return float64(np.abs(self.q) @ np.abs(self.k).T)
 
     @cached_property
@@ -101,10 +101,10 @@ class Truth:
 
 @dataclass(frozen=True, slots=True)
 class Owned(Problem):
-    """A problem of which some columns count for one row alone.
+    """A problem in which some columns count for one row alone.
 
     Attributes:
-        owners: (n,) as in the oracle's ``Pairs``.
+        owners: (n,) the owners of the oracle's ``Pairs``.
     """
 
     owners: Any = None
@@ -119,7 +119,7 @@ def masks(problem: Problem) -> tuple[BoolArray, BoolArray]:
 
 
 def similarities(problem: Problem, x: FloatArray) -> FloatArray:
-    """What limits are compared with, (m, n): the guide's dot products, or the logits x where there is no guide."""
+    """(m, n) the numbers that limits apply to: the guide's dot products, or the logits x if there is no guide."""
     row_guide, column_guide = problem.row_guide, problem.column_guide
     return x if row_guide is None or column_guide is None else logits(row_guide, column_guide, 1.0)
 
@@ -128,14 +128,14 @@ def truth(problem: Problem, upstream: float | FloatArray = 1.0) -> Truth:
     """The problem's truth by the dense equations, column blocks joined.
 
     Args:
-        problem: NumPy arrays of any float dtype, widened first; (m, n) matrices are formed, so keep it small.
+        problem: NumPy arrays of any float dtype, converted to float64; (m, n) matrices are formed, so keep it small.
         upstream: gradient with respect to the loss, in its shape; a number is representable in the state dtype.
     """
-    few = len(problem.rows) * sum(map(len, problem.columns)) <= _FEW_PAIRS
-    return (_of_few if few else _of_many)(pickle.dumps((problem, upstream)))
+    is_small = len(problem.rows) * sum(map(len, problem.columns)) <= _FEW_PAIRS
+    return (_truth_of_small if is_small else _truth_of_large)(pickle.dumps((problem, upstream)))
 
 
-def _found(content: bytes) -> Truth:
+def _compute(content: bytes) -> Truth:
     problem, upstream = pickle.loads(content)
     q, k = float64(problem.rows), np.concatenate([float64(block) for block in problem.columns])
     scale, bias = float(problem.scale), float(problem.bias) if problem.bias is not None else 0.0
@@ -148,40 +148,40 @@ def _found(content: bytes) -> Truth:
             lowered = np.where(positive, problem.margin, 0.0)
             products, x = products - lowered, x - scale * lowered
         if problem.kind == "sigmoid":
-            u = float64(problem.row_weight)
-            pairs = u[:, None] if u.ndim == 1 else np.where(positive, u[:, :1], u.sum(axis=1, keepdims=True))
-            value = float64(weighted_sum(pairs, sigmoid_terms(x, positive, admitted)))
+            w = float64(problem.row_weight)
+            pair_weights = w[:, None] if w.ndim == 1 else np.where(positive, w[:, :1], w.sum(axis=1, keepdims=True))
+            value = float64(weighted_sum(pair_weights, sigmoid_terms(x, positive, admitted)))
             G = gradient_of_sigmoid_logits(x, positive, 1.0, admitted)
-            G = np.where(pairs == 0, 0.0, upstream * pairs * G)
+            G = np.where(pair_weights == 0, 0.0, upstream * pair_weights * G)
         else:
             bars = np.split(float64(upstream), [len(q)], axis=1) if problem.kind == "statistics" else (None, None)
-            compared, how = similarities(problem, x), (problem.kind == "inside", problem.smoothing or 0.0)
-            given = float64(problem.row_weight), float64(problem.row_target), *how, bars[0]
-            sides = [Direction(x, within(admitted, positive, compared, problem.row_limits), positive, *given)]
+            limited, options = similarities(problem, x), (problem.kind == "inside", problem.smoothing or 0.0)
+            arguments = float64(problem.row_weight), float64(problem.row_target), *options, bars[0]
+            sides = [Direction(x, within(admitted, positive, limited, problem.row_limits), positive, *arguments)]
             if problem.column_weight is not None and problem.column_target is not None:
-                theirs = within(admitted.T, positive.T, compared.T, problem.column_limits)
-                given = float64(problem.column_weight), float64(problem.column_target), *how, bars[1]
-                sides.append(Direction(x.T, theirs, positive.T, *given))
+                column_admitted = within(admitted.T, positive.T, limited.T, problem.column_limits)
+                arguments = float64(problem.column_weight), float64(problem.column_target), *options, bars[1]
+                sides.append(Direction(x.T, column_admitted, positive.T, *arguments))
             G = gradient_of_logits(sides, upstream)
             statistics = np.concatenate([[s.negative_lse, s.positive_lse, s.spread] for s in sides], axis=1)
             value = statistics if problem.kind == "statistics" else float64(loss(sides))
-        found = gradients(q, k, scale, G)
+        derivatives = gradients(q, k, scale, G)
         if problem.margin is not None:
-            found = found._replace(d_scale=float64((G * products).sum()))
+            derivatives = derivatives._replace(d_scale=float64((G * products).sum()))
         outcome = Outcome(
             loss=value,
             statistics=statistics,
-            rows=found.d_rows,
-            columns=column_blocks(problem, found.d_columns),
-            scale=found.d_scale,
-            bias=float64(found.d_bias) if problem.kind == "sigmoid" else None,
+            rows=derivatives.d_rows,
+            columns=column_blocks(problem, derivatives.d_columns),
+            scale=derivatives.d_scale,
+            bias=float64(derivatives.d_bias) if problem.kind == "sigmoid" else None,
         )
         sums = G @ k, G.T @ q
         return Truth(outcome, q, k, scale, bias, products, x, admitted, positive, G, *sums, sides)
 
 
-# the next property has the same, and the next backend; large matrices of the latest alone are held
-_of_few, _of_many = lru_cache(maxsize=320)(_found), lru_cache(maxsize=2)(_found)
+# later properties and backends reuse a truth; only the latest two large ones are held, to save memory
+_truth_of_small, _truth_of_large = lru_cache(maxsize=320)(_compute), lru_cache(maxsize=2)(_compute)
 
 
 def column_blocks(problem: Problem, joined: FloatArray) -> tuple[FloatArray, ...]:
