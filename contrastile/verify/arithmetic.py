@@ -28,11 +28,11 @@ def gamma(t: float) -> float:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How a sum over one axis is taken: ``parts`` partial sums of at most ``tile`` terms each are merged.
+    """How a sum over one axis is computed: ``parts`` partial sums of at most ``tile`` terms each are merged.
 
     Attributes:
-        tile: terms of the longest partial sum.
-        parts: tiles of all blocks, and one more per block: each is merged, or added, once.
+        tile: number of terms of the longest partial sum.
+        parts: number of tiles of all blocks plus number of blocks: each is merged, or added, once.
         longest: length of the longest block.
     """
 
@@ -47,7 +47,7 @@ class Spread:
 
     Attributes:
         rows: rows per rank; the first rank's are the problem's first.
-        blocks: sizes of the column blocks that a rank computes its rows against, one call each.
+        blocks: sizes of the column blocks of a rank's calls, one block per call.
         halved: whether a rank may compute its rows against one shard in two calls, half of the rows in each.
     """
 
@@ -62,11 +62,11 @@ class Arithmetic:
 
     Attributes:
         accuracy: the backend's facts.
-        dtype: the features'.
-        over_columns: how sums over a row's columns are taken.
-        over_rows: how sums over a column's rows are taken.
-        ranks: rows per rank, in their order; a single process is one rank.
-        totals: how many float64 totals are added for one number of the whole problem.
+        dtype: the features' dtype.
+        over_columns: how sums over a row's columns are computed.
+        over_rows: how sums over a column's rows are computed.
+        ranks: rows per rank, in order; a single process is one rank.
+        totals: number of float64 totals that are added for one number of the whole problem.
     """
 
     accuracy: Accuracy
@@ -87,22 +87,22 @@ class Arithmetic:
         return UNDERFLOW["float64" if self.accuracy.unit <= UNIT["float64"] else "float32"]
 
     def facts(self, width: int) -> Hashable:
-        """All that the bounds of a problem of this width take from it: equal facts have equal bounds."""
+        """A key of all facts that bounds of a problem of this width depend on: equal keys have equal bounds."""
         lengths = width, self.over_columns.longest, self.over_rows.longest
         depths = [self.accuracy.depth(terms) for terms in lengths if terms]
         return replace(self, accuracy=replace(self.accuracy, depth=int, tile=int)), width, *depths
 
     @property
     def twice(self) -> Arithmetic:
-        """Of a problem whose pairs are all computed twice, into the same sums."""
+        """The arithmetic of a problem whose pairs are all computed twice, and added to the same sums."""
         columns, rows = (replace(x, parts=2 * x.parts) for x in (self.over_columns, self.over_rows))
         return replace(self, over_columns=columns, over_rows=rows)
 
     def product(self, terms: int, roundings: int) -> float:
         """Relative error, against the sum of magnitudes, of a matrix product of ``terms`` terms.
 
-        Either factor is rounded by ``input_rounding``; each term is rounded once as a product and by at most
-        ``depth(terms)`` additions; ``roundings`` more follow in the state arithmetic.
+        Both factors are rounded by ``input_rounding``; each term is rounded once as a product and by at most
+        ``depth(terms)`` additions; ``roundings`` more roundings follow in the state arithmetic.
         """
         a = self.accuracy
         chain = gamma(a.accumulate_unit * a.depth(terms) + a.unit * (1 + roundings)) if terms else 0.0
@@ -113,7 +113,7 @@ class Arithmetic:
         return gamma(UNIT["float64"] * (sum(x.shape) + 4 + self.totals))
 
     def cast(self, exact: FloatArray, error: FloatArray) -> FloatArray:
-        """The error of a value, known to ``error``, after its one cast from the state to a coarser feature dtype."""
+        """The error of a value after its one cast from the state to a coarser feature dtype, from ``error`` before."""
         if UNIT[self.dtype] <= self.accuracy.unit:
             return error
         return error + UNIT[self.dtype] * (np.abs(exact) + error) + UNDERFLOW[self.dtype]
@@ -133,20 +133,20 @@ def arithmetic(
     problem: a row is then computed against ``spread.blocks``, and a column against each rank's rows in turn.
     """
     tile = (None, None) if options is None or options.tile is None else options.tile
-    here = spread or Spread((rows,), tuple(blocks))
+    sharing = spread or Spread((rows,), tuple(blocks))
     return Arithmetic(
         accuracy,
         dtype,
-        over_columns=_lengths(accuracy, here.blocks, tile[1]),
-        over_rows=_lengths(accuracy, here.rows, tile[0], halved=here.halved),
-        ranks=here.rows,
-        totals=0 if spread is None else 2 * len(here.rows) * len(here.blocks),
+        over_columns=_lengths(accuracy, sharing.blocks, tile[1]),
+        over_rows=_lengths(accuracy, sharing.rows, tile[0], halved=sharing.halved),
+        ranks=sharing.rows,
+        totals=0 if spread is None else 2 * len(sharing.rows) * len(sharing.blocks),
     )
 
 
 def _lengths(accuracy: Accuracy, sizes: Sequence[int], cap: int | None, *, halved: bool = False) -> Lengths:
-    """Lengths of sums over parts of these sizes, one of which may be split in two."""
+    """The ``Lengths`` of sums over blocks of these sizes; ``halved``: one block may be split in two."""
     tiles = [max(1, min(accuracy.tile(size), size if cap is None else cap)) for size in sizes]
     parts = sum(-(-size // tile) + 1 for size, tile in zip(sizes, tiles, strict=True))
-    # halves have at most one tile more, and one partial result more
+    # two halves have at most one more tile, and one more partial result
     return Lengths(max(tiles, default=0), parts + 2 * halved, max(sizes, default=0))

@@ -1,18 +1,18 @@
-"""Calls of the public API of which ``calls.txt`` says what comes of them: verify and the tests hold them to it.
+"""Calls of the public API and their expected results, as ``calls.txt`` states them: verify and the tests check them.
 
-Each line of the text is a call; one that begins with "..." goes on with it. Above the calls stands what is known of
-them, the array libraries to try and, after "without", a package to hide:
+Each line of the text is a call; a line that begins with "..." continues it. The line above a group of calls gives the
+expected result, the array libraries to try and, after "without", a package to hide. Expected results:
 
-* an error's name: they raise it, and it says what is below the call, if anything. Where there is ``each``, its first
-  option is right, and is computed before;
-* a warning's name: likewise. What is right warns of nothing;
-* same: whatever option of ``each`` is taken, the results and the gradients of the features have the same bits;
-* apart: where the first of two ranks, or of three, takes another option of ``each``, all raise one MismatchError;
-* true: so is their value;
-* signature: so a callable is written, with the defaults.
+* an error's name: each call raises it, with the text below the call, if there is one. If the call uses ``each``, the
+  call with the first option must succeed, and runs before;
+* a warning's name: likewise, for a warning. The call with the first option must not warn;
+* same: every option of ``each`` gives the same bits of the results and of the gradients of the features;
+* apart: if the first of two or three ranks takes another option of ``each``, all raise the same MismatchError;
+* true: the call returns True;
+* signature: the line is the callable's signature, with the defaults.
 
-Calls see what ``namespace`` names; of one array library ``image`` and ``text`` (6, 5), ``key`` (11, 5) and ``labels``
-(6,).
+Calls see the names of ``namespace``, and arrays of one library: ``image`` and ``text`` (6, 5), ``key`` (11, 5) and
+``labels`` (6,).
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from contrastile.verify.trial import SkipError, Subject
 TEXT = Path(__file__).with_suffix(".txt")
 _ERRORS = {x.__name__: x for x in (BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError)}
 SAYS = re.compile(r"(?s).*( must |is not available|refuses this problem).*(\bgot |cannot be imported|No module named)")
-"""What the text of an error has: the rule, and the value."""
+"""The text of an error must state the rule and the value."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call, what is known of it, the array libraries to try, a package to hide, and what its error says."""
+    """A call, its expected result, the array libraries to try, a package to hide, and the text of its error."""
 
     text: str
     known: str
@@ -64,33 +64,33 @@ class Call:
 
     @cached_property
     def error(self) -> type[Exception] | None:
-        """What it raises, if it does."""
-        found: type[Exception] | None = _ERRORS.get(self.known) or getattr(builtins, self.known, None)
-        return found
+        """The error or warning that the call must raise, if any."""
+        error: type[Exception] | None = _ERRORS.get(self.known) or getattr(builtins, self.known, None)
+        return error
 
     @cached_property
     def code(self) -> Any:
-        # the package imports few of its modules by itself
-        for found in re.findall(r"\bcontrastile(?:\.[a-z_]+)+", self.text):
+        # import every module that the text names: the package imports few of them by itself
+        for module in re.findall(r"\bcontrastile(?:\.[a-z_]+)+", self.text):
             with suppress(ImportError):
-                for name in accumulate(found.split("."), "{}.{}".format):
-                    import_module(name)
+                for prefix in accumulate(module.split("."), "{}.{}".format):
+                    import_module(prefix)
         return compile(self.text, str(TEXT), "eval")
 
     @property
     def doors(self) -> dict[str, Callable[..., Any]]:
-        """The ways to call the loss that it calls, by name, beside the plain one."""
+        """Other ways to call the loss in the text, by name, beside the plain call."""
         name = self.text.removeprefix("contrastile.").partition("(")[0]
         if name not in (*BUILDERS, "statistics") or "requires_grad" in self.text or "group=" in self.text:
             return {}
-        found: dict[str, Callable[..., Any]] = {} if name == "statistics" else {"value_and_grad": _both}
-        # in a group there are no blocks
-        return found if re.search(r"block=|device=|backend=|exchange=", self.text) else {**found, "a group": _of_one}
+        doors: dict[str, Callable[..., Any]] = {} if name == "statistics" else {"value_and_grad": _value_and_grad}
+        # a group takes no blocks
+        return doors if re.search(r"block=|device=|backend=|exchange=", self.text) else {**doors, "a group": _in_group}
 
 
 @dataclass
 class Each:
-    """Gives the option whose turn it is; ``count`` is that of the most options that it has had."""
+    """Returns the option number ``turn``; ``count`` is the largest number of options seen so far."""
 
     turn: int = 0
     count: int = field(default=1, init=False)
@@ -101,7 +101,7 @@ class Each:
 
 
 class Names(dict[str, Any]):
-    """What a call sees: beside its own names, Python's modules."""
+    """The names that a call sees; any other name is imported as a module."""
 
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name) or find_spec(name) is None:
@@ -109,34 +109,34 @@ class Names(dict[str, Any]):
         return import_module(name)
 
 
-class _Through:
+class _PackageThroughDoor:
     """The package, whose losses are called through a door."""
 
     def __init__(self, door: Callable[..., Any]) -> None:
         self._door = door
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(contrastile, name)
-        return partial(self._door, found) if name in (*BUILDERS, "statistics") else found
+        attribute = getattr(contrastile, name)
+        return partial(self._door, attribute) if name in (*BUILDERS, "statistics") else attribute
 
 
-def _both(loss: Any, *args: Any, **more: Any) -> Any:
-    settings: Any = {name: more.pop(name) for name in DEFAULTS if name in more}
-    return contrastile.value_and_grad(loss, **settings)(*args, **more)
+def _value_and_grad(loss: Any, *args: Any, **keywords: Any) -> Any:
+    settings: Any = {name: keywords.pop(name) for name in DEFAULTS if name in keywords}
+    return contrastile.value_and_grad(loss, **settings)(*args, **keywords)
 
 
-def _of_one(loss: Any, *args: Any, **more: Any) -> Any:
-    return InProcessGroup[Any](1).run(lambda group: loss(*args, **more, group=group))[0]
+def _in_group(loss: Any, *args: Any, **keywords: Any) -> Any:
+    return InProcessGroup[Any](1).run(lambda group: loss(*args, **keywords, group=group))[0]
 
 
-def _within(variables: dict[str, str], call: Callable[[], Any]) -> Any:
-    """The value of a call in an environment."""
+def _in_environment(variables: dict[str, str], call: Callable[[], Any]) -> Any:
+    """The value of a call with these environment variables."""
     with mock.patch.dict(os.environ, variables):
         return call()
 
 
-def _alone(call: Callable[[], Any]) -> Any:
-    """The value of a call in a world of torch's of this process alone."""
+def _in_torch_world(call: Callable[[], Any]) -> Any:
+    """The value of a call in a torch.distributed world of one process."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -147,72 +147,72 @@ def _alone(call: Callable[[], Any]) -> Any:
 
 
 def namespace(library: str, door: Callable[..., Any] | None = None, each: Each | None = None) -> Names:
-    """What a call sees, with arrays of its own."""
+    """The names that a call sees, with fresh arrays."""
     rng = np.random.default_rng(5)
     arrays: dict[str, Any] = {
         name: rng.standard_normal((rows, 5)).astype("float32")
         for name, rows in (("image", 6), ("text", 6), ("key", 11))
     }
     arrays["labels"] = np.array([0, 1, 0, 2, 2, 7])
-    made: Any = {"InProcessGroup": InProcessGroup, "np": np}
-    made |= {"each": each or Each(), "within": _within, "alone": _alone, "mock": mock}
+    names: Any = {"InProcessGroup": InProcessGroup, "np": np}
+    names |= {"each": each or Each(), "within": _in_environment, "alone": _in_torch_world, "mock": mock}
     if library == "torch":
         import torch
 
         from contrastile.verify import scenes
 
         arrays = {name: torch.from_numpy(x) for name, x in arrays.items()}
-        made |= {"torch": torch, "scenes": scenes, "ranking": lambda call: call(scenes.sentence_transformers())}
-    return Names(contrastile=contrastile if door is None else _Through(door), **made, **arrays)
+        names |= {"torch": torch, "scenes": scenes, "ranking": lambda call: call(scenes.sentence_transformers())}
+    return Names(contrastile=contrastile if door is None else _PackageThroughDoor(door), **names, **arrays)
 
 
 def read(text: str) -> dict[str, list[Call]]:
     """The calls of a text by their titles."""
-    found: dict[str, list[Call]] = {}
-    title, like = "", Call("", "")
+    calls_by_title: dict[str, list[Call]] = {}
+    title, template = "", Call("", "")
     for line in filter(None, text.splitlines()):
         if line.startswith("    ... "):
-            last = found[title][-1]
-            found[title][-1] = replace(last, text=f"{last.text} {line[8:].strip()}")
+            call = calls_by_title[title][-1]
+            calls_by_title[title][-1] = replace(call, text=f"{call.text} {line[8:].strip()}")
         elif line.startswith(8 * " "):
-            found[title][-1] = replace(found[title][-1], says=line.strip())
+            calls_by_title[title][-1] = replace(calls_by_title[title][-1], says=line.strip())
         elif line.startswith(" "):
-            found[title].append(replace(like, text=line.strip()))
+            calls_by_title[title].append(replace(template, text=line.strip()))
         elif line.startswith("== "):
             title = line[3:]
-            found[title] = []
+            calls_by_title[title] = []
         else:
             known, libraries, without = re.findall(r"^(\w+) \(([\w, ]+)(?:; without (\w+))?\)$", line)[0]
-            like = Call("", known, tuple(libraries.split(", ")), without)
-    return found
+            template = Call("", known, tuple(libraries.split(", ")), without)
+    return calls_by_title
 
 
 def known(subject: Subject, case: str) -> Comparisons:
     """Every call of a table is refused, or gives the same, as the table has it, by each way to make it."""
     if subject.backend.arrays.name != "torch" or subject.label != "float32" or subject.device != "cpu":
         raise SkipError("in float32 of torch tensors on the host alone")
-    asked, every = case.partition(":")[2], read(TEXT.read_text(encoding="utf-8"))
-    if not any(title.startswith(asked) for title in every):
-        raise SkipError(f"there is no {asked!r}")
-    for title, calls in every.items():
-        for call in calls if title.startswith(asked) else ():
-            # what is hidden, and imports that take seconds, are the tests'
+    selector, calls_by_title = case.partition(":")[2], read(TEXT.read_text(encoding="utf-8"))
+    if not any(title.startswith(selector) for title in calls_by_title):
+        raise SkipError(f"there is no {selector!r}")
+    for title, calls in calls_by_title.items():
+        for call in calls if title.startswith(selector) else ():
+            # the tests run calls that hide a package, or that import for seconds
             if call.without or re.search(r"nested|distributed\.tensor", call.text):
                 continue
             for library in call.libraries:
-                for door, way in {"": None, **call.doors}.items():
+                for name, door in {"": None, **call.doors}.items():
                     with _watched(call):
-                        said = _judged(call, library, way)
-                    label = ", ".join(filter(None, (title, call.text, library, door)))
-                    yield label, NOTHING if said is None else wrong(said)
+                        fault = _find_fault(call, library, door)
+                    label = ", ".join(filter(None, (title, call.text, library, name)))
+                    yield label, NOTHING if fault is None else wrong(fault)
 
 
 @contextmanager
 def _watched(call: Call) -> Iterator[None]:
-    """Warnings of the package are errors where a call is right, or warns; also those that torch gives once."""
+    """Make the package's warnings errors, unless the call must raise an error; torch repeats its one-time warnings."""
     import torch
 
-    before = torch.is_warn_always_enabled()
+    was_always = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
         with warnings.catch_warnings(action="ignore"), torch.enable_grad():
@@ -220,97 +220,97 @@ def _watched(call: Call) -> Iterator[None]:
                 warnings.filterwarnings("error", module="contrastile")
             yield
     finally:
-        torch.set_warn_always(before)
+        torch.set_warn_always(was_always)
 
 
-def _judged(call: Call, library: str, door: Callable[..., Any] | None) -> str | None:
-    """What is wrong with a call, or None."""
+def _find_fault(call: Call, library: str, door: Callable[..., Any] | None) -> str | None:
+    """The reason why a call fails its expectation, or None."""
     if call.known == "signature":
-        name, _, rest = call.text.partition("(")
-        shown = signature(eval(name, namespace(library)))
-        return None if shown == f"({rest}" else f"it is {name}{shown}"
+        name, _, parameters = call.text.partition("(")
+        actual = signature(eval(name, namespace(library)))
+        return None if actual == f"({parameters}" else f"it is {name}{actual}"
     each = Each()
-    seen = namespace(library, door, each)
+    names = namespace(library, door, each)
     if call.known == "apart":
         for size in (2, 3):
-            told = InProcessGroup[str](size).run(partial(_of_rank, call, library))
-            if not all(told) or set(told) != {(size == 3 and call.says) or told[0]}:
-                return f"the ranks raised {told}"
+            messages = InProcessGroup[str](size).run(partial(_mismatch_of_rank, call, library))
+            if not all(messages) or set(messages) != {(size == 3 and call.says) or messages[0]}:
+                return f"the ranks raised {messages}"
         return None
     if call.error is None:
         try:
-            first = _result(eval(call.code, seen), seen)
+            expected = _result(eval(call.code, names), names)
             if call.known == "true":
-                return None if first == [repr(True)] else "it is not"
+                return None if expected == [repr(True)] else "it is not"
             for turn in range(1, each.count):
                 each.turn = turn
-                if _result(eval(call.code, seen), seen) != first:
+                if _result(eval(call.code, names), names) != expected:
                     return f"option {turn} gives something else"
         except Exception as error:
-            return f"option {each.turn} {_refused(error)}"
+            return f"option {each.turn} {_describe_error(error)}"
         return None
     try:
-        # from the third call on a signature is known
+        # from its third call on a signature is cached
         for _ in range(3 * ("each(" in call.text)):
-            eval(call.code, seen)
+            eval(call.code, names)
     except Exception as error:
-        return f"what is right {_refused(error)}"
-    each.turn, before = each.count, process.modes()
+        return f"what is right {_describe_error(error)}"
+    each.turn, modes_before = each.count, process.modes()
     try:
-        eval(call.code, seen)
+        eval(call.code, names)
     except Exception as error:
-        own = isinstance(error, MismatchError) or "value_and_grad(" in str(error)
-        if call.says and call.says != str(error) and not (door and own):
+        is_of_door = isinstance(error, MismatchError) or "value_and_grad(" in str(error)
+        if call.says and call.says != str(error) and not (door and is_of_door):
             return f"it says {error}"
-        kinds = call.error, *[MismatchError] * (door is _of_one and call.error is ValueError)
-        says = type(error) in kinds and (SAYS.match(str(error)) or call.error not in (TypeError, ValueError))
-        return process.changed(before, process.modes()) if says else f"raised {one_line(error)}"
+        allowed = call.error, *[MismatchError] * (door is _in_group and call.error is ValueError)
+        is_right = type(error) in allowed and (SAYS.match(str(error)) or call.error not in (TypeError, ValueError))
+        return process.changed(modes_before, process.modes()) if is_right else f"raised {one_line(error)}"
     return "it was computed"
 
 
-def _refused(error: Exception) -> str:
-    # what no check has raised is said as other errors are
+def _describe_error(error: Exception) -> str:
+    # an error without our wording comes from no check of arguments
     return f"is refused: {error}" if SAYS.match(str(error)) else f"raised {one_line(error)}"
 
 
-def _of_rank(call: Call, library: str, group: Communicator) -> str:
+def _mismatch_of_rank(call: Call, library: str, group: Communicator) -> str:
     """The text of a rank's MismatchError, "" for none."""
 
-    def shared(loss: Any, *args: Any, **more: Any) -> Any:
-        return loss(*args, **{"group": group, **more})
+    def with_group(loss: Any, *args: Any, **keywords: Any) -> Any:
+        return loss(*args, **{"group": group, **keywords})
 
-    seen = namespace(library, shared, Each(group.rank))
-    seen["group"] = group
+    names = namespace(library, with_group, Each(group.rank))
+    names["group"] = group
     try:
-        eval(call.code, seen)
+        eval(call.code, names)
     except MismatchError as error:
         return str(error)
     return ""
 
 
 def signature(call: Callable[..., Any]) -> str:
-    """Its parameters with their defaults, without types."""
-    found = inspect.signature(call)
-    plain = [x.replace(annotation=inspect.Parameter.empty) for x in found.parameters.values()]
-    return str(found.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+    """A callable's parameters with their defaults, without types."""
+    full = inspect.signature(call)
+    untyped = [x.replace(annotation=inspect.Parameter.empty) for x in full.parameters.values()]
+    return str(full.replace(parameters=untyped, return_annotation=inspect.Signature.empty))
 
 
-def _result(found: Any, seen: dict[str, Any]) -> list[Any]:
-    """The bits of a result and, where there are some, of the gradients of the features of its sum."""
-    flat = list(_flat(found))
-    learnt = [x for x in flat if getattr(x, "requires_grad", False)]
+def _result(value: Any, names: dict[str, Any]) -> list[Any]:
+    """The bits of a result, and of the gradients of its sum with respect to the features that require them."""
+    values = list(_flatten(value))
+    learnt = [x for x in values if getattr(x, "requires_grad", False)]
     if learnt:
-        torch, leaves = seen["torch"], [x for x in (seen["image"], seen["text"], seen["key"]) if x.requires_grad]
-        flat += torch.autograd.grad(sum(x.sum() for x in learnt), leaves, allow_unused=True) if leaves else []
-    return [_bits(x) for x in flat]
+        torch, features = names["torch"], [x for x in (names["image"], names["text"], names["key"]) if x.requires_grad]
+        values += torch.autograd.grad(sum(x.sum() for x in learnt), features, allow_unused=True) if features else []
+    return [_bits(x) for x in values]
 
 
-def _flat(x: Any) -> Iterator[Any]:
+def _flatten(x: Any) -> Iterator[Any]:
     if isinstance(x, dict):
         x = tuple(x.items())
     if isinstance(x, list | tuple):
-        for each in x:
-            yield from _flat(each)
+        for item in x:
+            yield from _flatten(item)
     else:
         yield x
 

@@ -1,4 +1,4 @@
-"""The named cases: small problems, one per edge case. Random aligned input catches half of the known defects.
+"""The named cases: small problems, one per edge case. Random aligned input catches only half of the known defects.
 
 Features are rounded to the case's dtype and all other numbers to float32 before the truth is computed, so that every
 backend and the oracle see the same values; targets are 1 / n in float64. Each case has a fixed seed of its own.
@@ -75,56 +75,56 @@ def _signed(draw: Draw, m: int, n: int) -> dict[str, Any]:
 
 
 def _neighbours(draw: Draw, m: int, n: int) -> dict[str, Any]:
-    """Signed weights, and positives on either side of the diagonal, in the corners of tiles; the first row has none."""
+    """Signed weights, and positives beside the diagonal, in corners of tiles; the first row has no positive."""
     rows = np.arange(m)
     return _signed(draw, m, n) | {"positives": np.where(rows % 2 == 0, rows - 1, rows + 1)}
 
 
-def _diagonal(draw: Draw, m: int, n: int) -> dict[str, Any]:
-    """A mean over the rows, whose positives are their own columns."""
+def _own_columns(draw: Draw, m: int, n: int) -> dict[str, Any]:
+    """A mean over the rows; the positive of row i is column i."""
     return {"positives": np.arange(m)}
 
 
-def _nowhere(draw: Draw, m: int, n: int) -> dict[str, Any]:
+def _no_positives(draw: Draw, m: int, n: int) -> dict[str, Any]:
     return {"positives": np.full(m, -1)}
 
 
-def _tiny(draw: Draw, m: int, n: int) -> dict[str, Any]:
+def _tiny_weights(draw: Draw, m: int, n: int) -> dict[str, Any]:
     weights = _signed(draw, m, n)
     weights["row_weight"] *= 10.0 ** np.linspace(-7, -12, m)
     weights["column_weight"] *= 10.0 ** np.linspace(-12, -7, n)
     return weights
 
 
-def _of(
+def _case(
     features: Callable[..., Pairs],
-    *size: Any,
+    *sizes: Any,
     scale: float = 14.3,
     weights: Weights = _signed,
     bias: float | None = None,
     norm: float = 1.0,
 ) -> Callable[[Draw], Problem]:
-    """A case of one block of columns, ``features(draw, *size)``; of the sigmoid loss where it has a bias."""
+    """A case of one column block, with ``features(draw, *sizes)``; a bias makes it a sigmoid problem."""
 
-    def builder(draw: Draw) -> Problem:
-        rows, columns = (norm * x for x in features(draw, *size))
-        softmax = softmax_problem(rows, columns, scale, **weights(draw, len(rows), len(columns)))
-        return softmax if bias is None else sigmoid_problem(softmax, bias)
+    def build_case(draw: Draw) -> Problem:
+        rows, columns = (norm * x for x in features(draw, *sizes))
+        problem = softmax_problem(rows, columns, scale, **weights(draw, len(rows), len(columns)))
+        return problem if bias is None else sigmoid_problem(problem, bias)
 
-    return builder
+    return build_case
 
 
-def _themselves(draw: Draw, features: Callable[..., Pairs], b: int, d: int, scale: float) -> Problem:
-    """NT-Xent of b pairs of views."""
+def _nt_xent(draw: Draw, features: Callable[..., Pairs], b: int, d: int, scale: float) -> Problem:
+    """An NT-Xent problem of b pairs of views."""
     views, itself = np.concatenate(features(draw, b, d)), np.arange(2 * b)
     return softmax_problem(views, views.copy(), scale, positives=np.roll(itself, b), excluded=itself)
 
 
-def _mostly_diagonal(m: int) -> IntArray:
-    """Positives of which every third names no column, unless it is cut to 32 bits or counted from the end."""
+def _far_positives(m: int) -> IntArray:
+    """Positives; every third is no column, but would be one if truncated to 32 bits or counted from the end."""
     rows = np.arange(m)
-    nowhere = np.array([-2, 2**32 + 7, -(2**32)])[rows // 3 % 3]
-    return np.where(rows % 3 > 0, rows, nowhere)
+    no_column = np.array([-2, 2**32 + 7, -(2**32)])[rows // 3 % 3]
+    return np.where(rows % 3 > 0, rows, no_column)
 
 
 def _hot(draw: Draw) -> Problem:
@@ -134,32 +134,32 @@ def _hot(draw: Draw) -> Problem:
 
 def _limits(draw: Draw, scale: float, guide: int | None = None) -> Problem:
     weights = _signed(draw, 33, 47)
-    made = softmax_problem(*units(draw, 33, 47, 40), scale, **weights)
-    # exact in every dtype
-    return with_limits(made if guide is None else with_guide(made, draw, "bfloat16", guide))
+    problem = softmax_problem(*units(draw, 33, 47, 40), scale, **weights)
+    # the guide is exact in every dtype
+    return with_limits(problem if guide is None else with_guide(problem, draw, "bfloat16", guide))
 
 
 def _vanished(draw: Draw, guide: int | None = None) -> Problem:
-    # near one direction, but for a row opposite to all columns: against a reference for all its terms vanish
+    # features near one direction; row 3 is opposite to all columns, so with a shared reference its terms underflow
     rows, columns = (unit(unit(np.ones(40)) + x / 4) for x in units(draw, 33, 47, 40))
     rows[3] *= -1.0
-    made = softmax_problem(rows, columns, 100.0, **_signed(draw, 33, 47))
-    made = with_limits(made if guide is None else with_guide(made, draw, "bfloat16", guide))
-    for limits in (made.row_limits, made.column_limits):
+    problem = softmax_problem(rows, columns, 100.0, **_signed(draw, 33, 47))
+    problem = with_limits(problem if guide is None else with_guide(problem, draw, "bfloat16", guide))
+    for limits in (problem.row_limits, problem.column_limits):
         assert limits is not None
-        # this one has none at all, and of a NaN limit nothing is left out
+        # row 7 loses all its negatives; a NaN limit leaves out nothing
         limits[7], limits[9] = -np.inf, np.nan
-    return made
+    return problem
 
 
 def _one_sided(draw: Draw) -> Problem:
     rows, columns = units(draw, 33, 47, 72)
     columns[11] = rows[3]
-    made = with_limits(softmax_problem(rows, columns, 100.0, **_signed(draw, 33, 47)))
-    assert made.row_limits is not None
-    # this pair, at 144 in base 2, is left out of its column alone
-    made.row_limits[3] = 128.0
-    return made
+    problem = with_limits(softmax_problem(rows, columns, 100.0, **_signed(draw, 33, 47)))
+    assert problem.row_limits is not None
+    # the pair's logit is 144 in base 2: only its column leaves it out
+    problem.row_limits[3] = 128.0
+    return problem
 
 
 def _staircase(draw: Draw, sign: float) -> Problem:
@@ -170,7 +170,7 @@ def _staircase(draw: Draw, sign: float) -> Problem:
 
 def _tiny_features(draw: Draw) -> Problem:
     rows, columns = (2.0**-12 * unit(draw.standard_normal((size, 40))) for size in (27, 35))
-    # weights with which float16 holds the gradients
+    # small weights keep the gradients in float16's range
     weights = {name: x if name == "positives" else x / 256 for name, x in _signed(draw, 27, 35).items()}
     return softmax_problem(rows, columns, 2.0**28, **weights)
 
@@ -181,9 +181,9 @@ def _repeated(draw: Draw, m: int, n: int, d: int) -> Pairs:
 
 
 def _zero_rows(draw: Draw) -> Problem:
-    none = np.zeros(0, dtype=np.int64)
+    empty = np.zeros(0, dtype=np.int64)
     return softmax_problem(
-        np.zeros((0, 24)), draw.standard_normal((13, 24)), 10.0, positives=none, column_weight=np.zeros(13)
+        np.zeros((0, 24)), draw.standard_normal((13, 24)), 10.0, positives=empty, column_weight=np.zeros(13)
     )
 
 
@@ -195,9 +195,9 @@ def _ids_drop(draw: Draw) -> Problem:
 def _ids_far(draw: Draw, match: Match) -> Problem:
     rows, columns = unit(draw.standard_normal((22, 23))), unit(draw.standard_normal((33, 23)))
     ids = np.resize(FAR, 22), FAR[draw.integers(0, len(FAR), 33)]
-    # truncated to 32 bits, or taken as an index from the end, each of these is a column
+    # each number would be a column if truncated to 32 bits, or taken as an index from the end
     excluded = np.resize([2**32 + 3, -1, -33, 33, 2**33, 5], 22)
-    weights: dict[str, Any] = _signed(draw, 22, 33) | {"positives": _mostly_diagonal(22) if match == "drop" else None}
+    weights: dict[str, Any] = _signed(draw, 22, 33) | {"positives": _far_positives(22) if match == "drop" else None}
     return softmax_problem(rows, columns, 14.3, ids=ids, match=match, excluded=excluded, **weights)
 
 
@@ -209,8 +209,8 @@ def _sup_con(features: FloatArray, labels: IntArray, scale: float, **weights: An
     )
 
 
-def _anchors(labels: IntArray) -> FloatArray:
-    """SupCon's weights: 1 / (samples that have a positive), and 0 of the others."""
+def _anchor_weights(labels: IntArray) -> FloatArray:
+    """SupCon's weights: 1 / (number of samples that have a positive), or 0 for a sample without."""
     repeated = (labels[:, None] == labels).sum(axis=1) > 1
     weight: FloatArray = repeated / repeated.sum()
     return weight
@@ -219,12 +219,12 @@ def _anchors(labels: IntArray) -> FloatArray:
 def _labels(draw: Draw) -> Problem:
     features = unit(draw.standard_normal((29, 40)))
     labels = np.concatenate([draw.integers(0, 5, 26), [50, 51, 52]])
-    return _sup_con(features, labels, 10.0, row_weight=_anchors(labels))
+    return _sup_con(features, labels, 10.0, row_weight=_anchor_weights(labels))
 
 
 def _sorted_labels(draw: Draw) -> Problem:
     labels = np.repeat(np.arange(6), [200, 60, 3, 1, 128, 18])
-    return _sup_con(unit(draw.standard_normal((410, 24))), labels, 10.0, row_weight=_anchors(labels))
+    return _sup_con(unit(draw.standard_normal((410, 24))), labels, 10.0, row_weight=_anchor_weights(labels))
 
 
 def _views(draw: Draw, norm: float) -> Problem:
@@ -243,7 +243,7 @@ def _signed_zero_weights(draw: Draw) -> Problem:
     rows, columns = units(draw, 27, 35, 24)
     weights: dict[str, Any] = _signed(draw, 27, 35)
     row_ids, column_ids = np.arange(27), np.full(35, 100)
-    # equal ids drop every pair of these rows, and they have no positive: they admit nothing
+    # every fifth row admits no pair: it has no positive, and equal ids drop all its pairs
     row_ids[::5], weights["positives"][::5], weights["row_weight"][::5] = 100, -1, 0.0
     weights["row_weight"][1::5], weights["column_weight"][::4] = 0.0, 0.0
     return softmax_problem(rows, columns, 14.3, ids=(row_ids, column_ids), **weights)
@@ -260,7 +260,7 @@ def _sigmoid_ids(draw: Draw) -> Problem:
 
 
 _APART = np.arange(16) * (2**33 + 2**9), np.arange(1, 33) * (2**41 + 2**17)
-"""Ids of 16 x 32 pairs, a tile of Triton's interpreter, of which one pair is alike."""
+"""Ids of 16 x 32 pairs, a tile of Triton's interpreter; only one pair has equal ids."""
 _APART[0][2] = _APART[1][7] = 2**34 + 2**32 + 7
 
 
@@ -272,9 +272,9 @@ def _sigmoid_labels(draw: Draw) -> Problem:
 
 def _sigmoid_ids_far(draw: Draw) -> Problem:
     rows, columns = unit(draw.standard_normal((30, 23))), unit(draw.standard_normal((43, 23)))
-    beside = FAR, FAR[draw.integers(0, len(FAR), 11)]
-    ids: Any = [np.concatenate(x) for x in zip(_APART, beside, strict=True)]
-    positives = _mostly_diagonal(30)
+    far_ids = FAR, FAR[draw.integers(0, len(FAR), 11)]
+    ids: Any = [np.concatenate(x) for x in zip(_APART, far_ids, strict=True)]
+    positives = _far_positives(30)
     positives[:16] += 32 * (positives[:16] == np.arange(16))
     excluded = np.where(np.arange(30) % 4 == 1, positives, -1)
     return sigmoid_problem(softmax_problem(rows, columns, 10.0, positives=positives, ids=ids, excluded=excluded), -2.5)
@@ -284,8 +284,8 @@ def _certain_labels(draw: Draw, width: int = 64, noise: float | None = None, sca
     views = np.concatenate(certain_pairs(draw, 15, width))
     labels = np.concatenate([np.arange(15), np.arange(12), [0, 0, 1]])
     if noise is not None:
-        more = unit(views[[0, 0, 1]] + noise * draw.standard_normal((3, width)))
-        views, labels = np.concatenate([views, more]), np.concatenate([labels, [0, 0, 1]])
+        near_copies = unit(views[[0, 0, 1]] + noise * draw.standard_normal((3, width)))
+        views, labels = np.concatenate([views, near_copies]), np.concatenate([labels, [0, 0, 1]])
     return _sup_con(views, labels, scale)
 
 
@@ -304,8 +304,8 @@ def _certain_shared(draw: Draw) -> Problem:
 
 
 def _wordnet(draw: Draw, scale: float) -> Problem:
-    real = wordnet_pairs()
-    rows, columns, ids = float64(real.examples[::2]), float64(real.glosses[::2]), real.gloss_ids[::2]
+    embeddings = wordnet_pairs()
+    rows, columns, ids = float64(embeddings.examples[::2]), float64(embeddings.glosses[::2]), embeddings.gloss_ids[::2]
     return softmax_problem(rows, columns, scale, ids=(ids, ids), **_halves(draw, len(ids), len(ids)))
 
 
@@ -322,9 +322,9 @@ def _inf(draw: Draw) -> Problem:
 
 
 CASES: dict[str, Callable[[Draw], Problem]] = {
-    "smoke": _of(pairs, 32, 32, scale=10.0, weights=_halves),
-    "ragged": _of(normals, 33, 47, 40, scale=1.0),
-    "square-ragged": _of(units, 41, 41, 72, weights=_neighbours),
+    "smoke": _case(pairs, 32, 32, scale=10.0, weights=_halves),
+    "ragged": _case(normals, 33, 47, 40, scale=1.0),
+    "square-ragged": _case(units, 41, 41, 72, weights=_neighbours),
     "hot": _hot,
     "limits": partial(_limits, scale=10.0),
     "limits@vanished": _vanished,
@@ -333,61 +333,61 @@ CASES: dict[str, Callable[[Draw], Problem]] = {
     "guide": partial(_limits, scale=10.0, guide=23),
     "guide@vanished": partial(_vanished, guide=19),
     "guide-hot": partial(_limits, scale=200.0, guide=71),
-    "all-negative": _of(units, 33, 47, 40, np.abs, -1.0, scale=200.0),
-    "opposite": _of(units, 33, 47, 40, lambda x: 1.0 + x / 8, -1.0, scale=100.0),
+    "all-negative": _case(units, 33, 47, 40, np.abs, -1.0, scale=200.0),
+    "opposite": _case(units, 33, 47, 40, lambda x: 1.0 + x / 8, -1.0, scale=100.0),
     "staircase": partial(_staircase, sign=-1.0),
     "staircase@up": partial(_staircase, sign=1.0),
-    "deep": _of(units, 17, 37, 1024, scale=100.0),
-    "deep@1025": _of(units, 17, 37, 1025, scale=100.0),
-    "wide": _of(units, 141, 203, 200),
-    "aligned": _of(pairs, 128, 128),
-    "long": _of(units, 128, 1153, 512),
-    "long@sigmoid": _of(units, 128, 1153, 512, bias=-2.5),
+    "deep": _case(units, 17, 37, 1024, scale=100.0),
+    "deep@1025": _case(units, 17, 37, 1025, scale=100.0),
+    "wide": _case(units, 141, 203, 200),
+    "aligned": _case(pairs, 128, 128),
+    "long": _case(units, 128, 1153, 512),
+    "long@sigmoid": _case(units, 128, 1153, 512, bias=-2.5),
     "tiny-features": _tiny_features,
-    "exact": _of(signs, 29, 37, 24, scale=0.5),
-    "duplicates": _of(_repeated, 25, 39, 40, scale=20.0),
-    "one-row": _of(units, 1, 29, 24),
-    "one-column": _of(units, 29, 1, 24),
+    "exact": _case(signs, 29, 37, 24, scale=0.5),
+    "duplicates": _case(_repeated, 25, 39, 40, scale=20.0),
+    "one-row": _case(units, 1, 29, 24),
+    "one-column": _case(units, 29, 1, 24),
     "zero-rows": _zero_rows,
     "ids-drop": _ids_drop,
     "ids-target@far": partial(_ids_far, match="target"),
     "ids-drop@far": partial(_ids_far, match="drop"),
     "labels": _labels,
     "sorted-labels": _sorted_labels,
-    "self-excluded": partial(_themselves, features=pairs, b=13, d=40, scale=14.3),
+    "self-excluded": partial(_nt_xent, features=pairs, b=13, d=40, scale=14.3),
     "views": partial(_views, norm=1.0),
     "views@norm": partial(_views, norm=300.0),
     "blocks": _blocks,
-    "long-sums": _of(units, 5, 2000, 24, np.abs, scale=1.0, weights=_diagonal),
+    "long-sums": _case(units, 5, 2000, 24, np.abs, scale=1.0, weights=_own_columns),
     "signed-zero-weights": _signed_zero_weights,
-    "tiny-weights": _of(units, 19, 31, 23, weights=_tiny),
-    "tiny-weights@sigmoid": _of(units, 19, 31, 23, weights=_tiny, bias=-2.5),
-    "negative-scale": _of(pairs, 33, 41, *TRAINED, scale=-14.3),
-    "wide-scale": _of(normals, 19, 31, 24, scale=0.0),
-    "sigmoid": _of(pairs, 33, 40, scale=10.0, weights=_diagonal, bias=-10.0),
-    "sigmoid-negatives": _of(units, 21, 33, 40, scale=10.0, weights=_nowhere, bias=-20.0),
+    "tiny-weights": _case(units, 19, 31, 23, weights=_tiny_weights),
+    "tiny-weights@sigmoid": _case(units, 19, 31, 23, weights=_tiny_weights, bias=-2.5),
+    "negative-scale": _case(pairs, 33, 41, *TRAINED, scale=-14.3),
+    "wide-scale": _case(normals, 19, 31, 24, scale=0.0),
+    "sigmoid": _case(pairs, 33, 40, scale=10.0, weights=_own_columns, bias=-10.0),
+    "sigmoid-negatives": _case(units, 21, 33, 40, scale=10.0, weights=_no_positives, bias=-20.0),
     "sigmoid-ids": _sigmoid_ids,
     "sigmoid-labels": _sigmoid_labels,
     "sigmoid-ids@far": _sigmoid_ids_far,
-    "certain": _of(certain_pairs, 43, 64, scale=100.0, weights=_halves),
-    "certain@wrong": _of(certain_pairs, 43, 64, 1, scale=100.0, weights=_halves),
+    "certain": _case(certain_pairs, 43, 64, scale=100.0, weights=_halves),
+    "certain@wrong": _case(certain_pairs, 43, 64, 1, scale=100.0, weights=_halves),
     "certain-labels": _certain_labels,
     "certain-labels@100": partial(_certain_labels, width=100, scale=16.0),
     "certain-labels@alike": partial(_certain_labels, noise=0.01),
     "copies@opposite": _copies,
-    "certain-views": partial(_themselves, features=certain_pairs, b=17, d=64, scale=100.0),
+    "certain-views": partial(_nt_xent, features=certain_pairs, b=17, d=64, scale=100.0),
     "certain-shared": _certain_shared,
-    "one-direction": _of(units, 37, 37, 40, lambda x: 1.0 + x / 16, scale=100.0, weights=_halves),
-    "norm-30": _of(units, 37, 37, 64, norm=30.0, scale=100.0, weights=_halves),
-    "norm-3000": _of(units, 37, 37, 64, norm=3000.0, scale=100.0, weights=_halves),
-    "drowned": _of(drowned, 64, scale=15.25, weights=_halves),
-    "large-logits": _of(pairs, 37, 40, 0.3, 2.0, scale=300.0, weights=_halves),
+    "one-direction": _case(units, 37, 37, 40, lambda x: 1.0 + x / 16, scale=100.0, weights=_halves),
+    "norm-30": _case(units, 37, 37, 64, norm=30.0, scale=100.0, weights=_halves),
+    "norm-3000": _case(units, 37, 37, 64, norm=3000.0, scale=100.0, weights=_halves),
+    "drowned": _case(drowned, 64, scale=15.25, weights=_halves),
+    "large-logits": _case(pairs, 37, 40, 0.3, 2.0, scale=300.0, weights=_halves),
     "wordnet@14.3": partial(_wordnet, scale=14.3),
     "wordnet@100": partial(_wordnet, scale=100.0),
     "nan": _nan,
     "inf": _inf,
 }
-"""What each is made of, in the order in which they run."""
+"""The function that builds each case, in the order in which the cases run."""
 
 ABOUT = {
     "smoke": "aligned 32 x 32 x 32, the symmetric loss",
@@ -455,4 +455,4 @@ ABOUT = {
     "nan": "a NaN in one row and in one column: the results are NaN, never a number and never a hang",
     "inf": "inf - inf in one row's logits: NaN in its log-sum-exp, in every column's and in every gradient",
 }
-"""The edge case, or the defect that it catches."""
+"""Each case's edge case, or the defect that the case catches."""

@@ -35,8 +35,8 @@ PASS, FAIL = 0, 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    for name, how in OPTIONS.items():
-        add(f"--{name.replace('_', '-')}", **how)
+    for name, arguments in OPTIONS.items():
+        add(f"--{name.replace('_', '-')}", **arguments)
     add(
         "--jobs",
         type=int,
@@ -76,13 +76,13 @@ def main(args: argparse.Namespace) -> int:
 def listing() -> str:
     lines = ["backends"]
     for name, missing in registry.available().items():
-        here = "no device: needs an NVIDIA GPU" if name in NVIDIA and not has_a_gpu() else "installed"
-        lines.append(f"  {name:24}{here if missing is None else f'missing: {missing}'}")
+        status = "no device: needs an NVIDIA GPU" if name in NVIDIA and not has_a_gpu() else "installed"
+        lines.append(f"  {name:24}{status if missing is None else f'missing: {missing}'}")
     lines += ["dtypes", *(f"  {dtype}" for dtype in DTYPES), "cases"]
     lines += [f"  {name:24}{about}" for name, about in cases.ABOUT.items()]
-    lines += [f"  {p.case:24}{p.name}: {p.about}" for p in PROPERTIES.values() if p.case is not None]
-    lines += ["properties", *(f"  {p.name:24}{p.about}" for p in PROPERTIES.values())]
-    lines += ["properties of a --world", *(f"  {p.name:24}{p.about}" for p in DISTRIBUTED.values())]
+    lines += [f"  {prop.case:24}{prop.name}: {prop.about}" for prop in PROPERTIES.values() if prop.case is not None]
+    lines += ["properties", *(f"  {prop.name:24}{prop.about}" for prop in PROPERTIES.values())]
+    lines += ["properties of a --world", *(f"  {prop.name:24}{prop.about}" for prop in DISTRIBUTED.values())]
     lines += ["cases of a --loss", *(f"  {name:24}{about}" for name, about in losses.CASES.items())]
     lines += ["properties of a --loss", *(f"  {name:24}{about}" for name, about in losses.ABOUT.items())]
     return "\n".join(lines)
@@ -91,43 +91,43 @@ def listing() -> str:
 def _prepare(args: argparse.Namespace, world: World | None) -> None:
     args.left_out = settle(args)
     require_packages(*["rich"] * (not args.quiet), *["matplotlib"] * (args.report is not None))
-    # the leader writes; every rank must know whether it can
-    reason = why_not_writable(args.json, args.report) if world is None or world.leads else None
-    reason = reason if world is None else world.share(reason)
-    if reason is not None:
-        raise CannotRunError(reason)
+    # only the leader writes, but every rank must know whether it can
+    error = why_not_writable(args.json, args.report) if world is None or world.leads else None
+    error = error if world is None else world.share(error)
+    if error is not None:
+        raise CannotRunError(error)
 
 
 def _isolated(args: argparse.Namespace, world: Threads | None) -> int:
-    """Run on workers of pytest, so that a backend that crashes ends its worker alone."""
+    """Run on workers of pytest, so that a backend that crashes ends only its worker."""
     _prepare(args, world)
     require_packages("pytest", "xdist")
     from contrastile.verify.session import Session
 
     with progress(shown=not args.quiet) as advance:
-        run = Session(args, _jobs(args), advance)
-        rows, failures = run.run(fail_fast=args.fail_fast)
-    if not run.interrupted:
+        session = Session(args, _jobs(args), advance)
+        rows, failures = session.run(fail_fast=args.fail_fast)
+    if not session.interrupted:
         return _verdict(args, rows, failures)
-    line = f"interrupted after {len(rows)} of {run.total or '?'} checks"
+    message = f"interrupted after {len(rows)} of {session.total or '?'} checks"
     rest = whole("the rest", lambda: iter(()), 1 if world is None else world.size)
-    rows.append(rest.row("untested", reason=line))
+    rows.append(rest.row("untested", reason=message))
     _verdict(args, rows, failures)
-    raise StoppedError(line)
+    raise StoppedError(message)
 
 
 def _jobs(args: argparse.Namespace) -> int:
     if args.jobs is not None:
         within("jobs", args.jobs, 1, 4 * environment()["cores"])
         return int(args.jobs)
-    # few checks are done before a second process has loaded its backends
+    # a second process takes longer to load its backends than a few checks take
     return 2 if (args.case is None or args.quick) and not args.loss and environment()["cores"] > 1 else 1
 
 
 def _launched(args: argparse.Namespace, world: World) -> int:
     """Run in every process of a launcher: the leader prints, and all return its exit code.
 
-    All ranks of a world reach the same verdicts, so all stop at the first failure.
+    All ranks of a world reach the same verdicts, so all stop at the same failure.
     """
     try:
         _prepare(args, world)
@@ -143,13 +143,13 @@ def _launched(args: argparse.Namespace, world: World) -> int:
 
 def _verdict(args: argparse.Namespace, rows: list[Row], failures: list[Failure], *, leads: bool = True) -> int:
     if all(row["status"] in ("skip", "refused", "unclaimed") for row in rows):
-        why = rows[0]["reason"] if rows else "no property has such a case"
-        unclaimed = bool(rows) and rows[0]["status"] == "unclaimed"
-        raise CannotRunError(f"nothing ran: {'the loss does not claim ' if unclaimed else ''}{why}")
+        reason = rows[0]["reason"] if rows else "no property has such a case"
+        is_unclaimed = bool(rows) and rows[0]["status"] == "unclaimed"
+        raise CannotRunError(f"nothing ran: {'the loss does not claim ' if is_unclaimed else ''}{reason}")
     seconds, words = time.monotonic() - args.started, ["contrastile", *getattr(args, "words", ["verify"])]
     if leads and args.json is not None:
-        facts = {"command": shlex.join(words), "seed": args.seed}
-        write_json(args.json, report.as_json(rows, **facts))
+        run_facts = {"command": shlex.join(words), "seed": args.seed}
+        write_json(args.json, report.as_json(rows, **run_facts))
     if leads and args.report is not None:
         write_text(args.report, page.page(rows, failures, words, seconds, args.left_out, args.seed))
     if leads:

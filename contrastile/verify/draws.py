@@ -1,4 +1,4 @@
-"""What cases are made of: unit vectors, pairs as a model makes them, real embeddings, ids, and problems of them."""
+"""Parts of cases: unit vectors, pairs like those of a model, real embeddings, ids, and problems of them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Draw = np.random.Generator
 Pairs = tuple[FloatArray, FloatArray]
 
 TRAINED = 0.2, 3.0
-"""What ``pairs`` takes for those of a model in training: some are lost, some certain."""
+"""Arguments of ``pairs`` for the pairs of a model in training: some are unrelated, some certain."""
 
 FAR: IntArray = np.array(
     [-1, 2**32 - 1, 0, 2**32, -(2**32), -5, 2**32 - 5, 2**53, 2**53 + 1, 2**62, -(2**62), -100, 2**63 - 1, -(2**63)]
 )
-"""Ids beyond 32 bits or below 0, some alike in their low 32 bits or as a float64; none may mean that there is no id."""
+"""Ids beyond 32 bits or below 0, some equal in their low 32 bits or as float64; none of them may mean "no id"."""
 
 wordnet_pairs = cache(load_wordnet_pairs)
 """The shipped embeddings, read once."""
@@ -48,16 +48,16 @@ def signs(draw: Draw, m: int, n: int, d: int) -> Pairs:
 
 
 def steps(draw: Draw, m: int, n: int, d: int) -> Pairs:
-    """Whole steps of 1 / 64: dot products are exact, and those of 40 features lie between numbers that 16 bits hold."""
+    """Multiples of 1 / 64: dot products are exact, and with 40 features they lie between 16-bit numbers."""
     rows, columns = (draw.integers(6, 17, (size, d)) / 64 for size in (m, n))
     return rows, columns
 
 
 def units(
-    draw: Draw, m: int, n: int, d: int, of: Callable[[FloatArray], FloatArray] = lambda x: x, sign: float = 1.0
+    draw: Draw, m: int, n: int, d: int, transform: Callable[[FloatArray], FloatArray] = lambda x: x, sign: float = 1.0
 ) -> Pairs:
-    """Unit rows, and columns times a sign, in the directions of a function of normal features."""
-    rows, columns = (unit(of(x)) for x in normals(draw, m, n, d))
+    """Unit rows, and unit columns times ``sign``, in the directions of transformed normal features."""
+    rows, columns = (unit(transform(x)) for x in normals(draw, m, n, d))
     return rows, sign * columns
 
 
@@ -68,16 +68,16 @@ def pairs(draw: Draw, b: int, d: int, least: float = 1.0, most: float = 1.0) -> 
 
 
 def certain_pairs(draw: Draw, b: int, d: int, turned: int = 0) -> Pairs:
-    """Unit pairs of a trained model: a column is far closer to its row, or to one so far above, than to any other."""
+    """Unit pairs of a trained model: a column is far closer to its row, or the row ``turned`` above, than to others."""
     rows = unit(draw.standard_normal((b, d)))
     return rows, np.roll(unit(rows + draw.standard_normal((b, d)) / (2 * np.sqrt(d))), turned, axis=0)
 
 
 def drowned(draw: Draw, b: int) -> Pairs:
-    """One near negative for each row and column, whose logit is the scale; all others are 0, or -1/4 of that."""
-    more = np.where(draw.random((b, 1)) < 0.5, 0.25, 0.0)
-    near = np.roll(np.eye(b), 1, axis=0) * (1 + more)
-    return np.concatenate([np.eye(b), np.ones((b, 1))], axis=1), np.concatenate([near, -more], axis=1)
+    """One near negative for each row and column, whose logit is the scale; all others are 0, or -1/4 of the scale."""
+    offset = np.where(draw.random((b, 1)) < 0.5, 0.25, 0.0)
+    near = np.roll(np.eye(b), 1, axis=0) * (1 + offset)
+    return np.concatenate([np.eye(b), np.ones((b, 1))], axis=1), np.concatenate([near, -offset], axis=1)
 
 
 def softmax_problem(
@@ -114,14 +114,14 @@ def softmax_problem(
 def targeted(bare: Problem, row_weight: FloatArray, column_weight: FloatArray | None) -> Problem:
     """A problem with these weights, rounded to float32, and targets 1 / (positives of the row, or of the column)."""
     _, positive = masks(bare)
-    found = replace(bare, row_weight=round_to(row_weight, "float32"), row_target=target_weights(positive))
+    problem = replace(bare, row_weight=round_to(row_weight, "float32"), row_target=target_weights(positive))
     if column_weight is None:
-        return found
-    return replace(found, column_weight=round_to(column_weight, "float32"), column_target=target_weights(positive.T))
+        return problem
+    return replace(problem, column_weight=round_to(column_weight, "float32"), column_target=target_weights(positive.T))
 
 
 def with_guide(problem: Problem, draw: Draw, dtype: str, width: int = 19) -> Problem:
-    """The problem with a guide that knows nothing of its features."""
+    """The problem with a random guide that is independent of its features."""
     guide = units(draw, len(problem.rows), sum(map(len, problem.columns)), width)
     row_guide, column_guide = (round_to(x, dtype) for x in guide)
     return replace(problem, row_guide=row_guide, column_guide=column_guide)
@@ -130,12 +130,12 @@ def with_guide(problem: Problem, draw: Draw, dtype: str, width: int = 19) -> Pro
 def with_limits(problem: Problem, draw: Draw | None = None) -> Problem:
     """The problem with limits that leave out some of each row's and of each column's negatives.
 
-    A limit lies in the middle of a wide gap, the widest or one that is drawn, far from everything that is compared with
-    it: a rounding moves nothing across.
+    A limit lies in the middle of a wide gap, the widest or a random one, far from every number that is compared with
+    it. So no rounding moves a number across a limit.
     """
     bias = 0.0 if problem.bias is None else float(problem.bias)
     x = similarities(problem, logits(problem.rows, np.concatenate(problem.columns), problem.scale, bias))
-    limits = [_in_wide_gaps(each, draw) for each in (x, x.T)]
+    limits = [_in_wide_gaps(logits_of_side, draw) for logits_of_side in (x, x.T)]
     return replace(problem, row_limits=limits[0], column_limits=None if problem.column_weight is None else limits[1])
 
 
@@ -145,8 +145,8 @@ def _in_wide_gaps(x: FloatArray, draw: Draw | None) -> FloatArray:
     if upper.shape[1] < 2:
         return np.full(len(x), np.inf)
     gaps = np.diff(upper, axis=1)
-    at = (gaps if draw is None else gaps * draw.random(gaps.shape)).argmax(axis=1)[:, None]
-    low, gap = (np.take_along_axis(each, at, axis=1)[:, 0] for each in (upper, gaps))
+    gap_index = (gaps if draw is None else gaps * draw.random(gaps.shape)).argmax(axis=1)[:, None]
+    low, gap = (np.take_along_axis(values, gap_index, axis=1)[:, 0] for values in (upper, gaps))
     return round_to(np.where(gap > 0.02 * np.abs(x).max(axis=1), low + gap / 2, np.inf), "float32")
 
 
@@ -157,7 +157,7 @@ def sigmoid_problem(problem: Problem, bias: float) -> Problem:
 
 
 def real(draw: Draw, b: int, d: int) -> Pairs:
-    """Real sentence embeddings, over and over."""
-    found = wordnet_pairs()
-    rows, columns = (unit(float64(x)[:, :d]) for x in (found.examples, found.glosses))
+    """Real sentence embeddings, repeated to b pairs."""
+    embeddings = wordnet_pairs()
+    rows, columns = (unit(float64(x)[:, :d]) for x in (embeddings.examples, embeddings.glosses))
     return np.resize(rows, (b, rows.shape[1])), np.resize(columns, (b, columns.shape[1]))

@@ -18,17 +18,17 @@ from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import Outcome
 
 DTYPES = ("float32", *(dtype for dtype in FLOATS if dtype != "float32"))
-"""Of features, in the order in which they are tested."""
+"""Dtypes of features, in the order in which they are tested."""
 
 Want = local.Wanted | Literal["every"] | None
 """The gradients to ask for; None for the value alone."""
 
 
 def putter(arrays: ArrayLibrary, device: str) -> Callable[[Any, str], Array]:
-    """What copies NumPy's arrays to this library and device, in a dtype."""
-    like = arrays.from_numpy(np.zeros(1))
-    like = like if arrays.device(like) == device else like.to(device)
-    return lambda x, dtype: None if x is None else arrays.asarray(np.array(x, order="C"), dtype, like)
+    """A function that copies NumPy arrays to this library and device, in a given dtype."""
+    prototype = arrays.from_numpy(np.zeros(1))
+    prototype = prototype if arrays.device(prototype) == device else prototype.to(device)
+    return lambda x, dtype: None if x is None else arrays.asarray(np.array(x, order="C"), dtype, prototype)
 
 
 def materialise(problem: Problem, backend: Backend, dtype: str, device: str = "cpu") -> Problem:
@@ -66,7 +66,7 @@ def outcome(
     """The backend's loss and gradients of ``upstream * loss``, of NumPy float64 features that ``dtype`` holds exactly.
 
     Returns:
-        The results, converted to NumPy float64; None for what was not asked for. Of a problem with a placement, this
+        The results, converted to NumPy float64; unrequested results are None. Of a problem with a placement, only this
         rank's part.
 
     Raises:
@@ -95,12 +95,12 @@ def outcome(
 
 
 @contextmanager
-def one_thread(arrays: ArrayLibrary, wanted: bool) -> Iterator[None]:
-    """In this context, and if ``wanted``, torch uses one thread: tiny products gain nothing from several.
+def one_thread(arrays: ArrayLibrary, enabled: bool) -> Iterator[None]:
+    """A context in which torch uses one thread, if ``enabled``: tiny products gain nothing from several threads.
 
-    On busy cores, waiting for other threads would make them many times slower.
+    On busy cores, waiting for other threads would make tiny products many times slower.
     """
-    if arrays.name != "torch" or not wanted:
+    if arrays.name != "torch" or not enabled:
         yield
         return
     import torch

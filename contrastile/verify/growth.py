@@ -1,9 +1,9 @@
 """How the error of the gradients grows with d, b and the scale, beside its bounds and a plain computation's error.
 
-All are norms over both towers' gradients, relative to the norm of the exact ones. The probabilistic bound is the
-a-priori one with a chain of n additions counted as ``CONFIDENCE sqrt(n)`` roundings where that is less: if roundings
-are independent and 0 on average, it holds for one sum with probability ``1 - 2 exp(-CONFIDENCE^2 / 2)`` (Higham and
-Mary, 2019). It is shown, and decides nothing.
+Errors are norms over both towers' gradients, relative to the norm of the exact gradients. The probabilistic bound is
+the a-priori bound with a chain of n additions counted as ``CONFIDENCE sqrt(n)`` roundings if that is less. It holds for
+one sum with probability ``1 - 2 exp(-CONFIDENCE^2 / 2)`` if roundings are independent and 0 on average (Higham and
+Mary, 2019). The report shows it, but no check uses it.
 """
 
 from __future__ import annotations
@@ -44,51 +44,51 @@ def growth(subject: Subject, case: str) -> Comparisons:
         for x in values:
             yield from _measured(subject, axis, x)
     if subject.device == "cpu":
-        # a mean of equal logits is each of them, however large
+        # the mean of equal logits is each logit, however large
         copies = replace(cases.build("copies@opposite", subject.dtype), scale=np.asarray(1e4))
-        how = subject.accuracy, subject.dtype, NOISIER[subject.device]
-        yield "copies, scale = 10000", compare_with_plain(copies, truth(copies), subject.run(copies), *how)
+        plain_settings = subject.accuracy, subject.dtype, NOISIER[subject.device]
+        yield "copies, scale = 10000", compare_with_plain(copies, truth(copies), subject.run(copies), *plain_settings)
 
 
 def _measured(subject: Subject, axis: str, x: float) -> Comparisons:
     problem = _problem(**(_USUAL | {axis: x}), dtype=subject.dtype)
     oracle = truth(problem)
     exact, accuracy, label = oracle.outcome, subject.accuracy, f"{axis} = {x:g}"
-    got = subject.run(problem)
-    # a depth counts additions; a chain of a few is as long as it is
-    shorter = replace(
+    outcome = subject.run(problem)
+    # ``depth`` counts additions; for a short chain the square root is no improvement
+    probable_accuracy = replace(
         accuracy, depth=lambda k: min(accuracy.depth(k), int(np.ceil(CONFIDENCE * np.sqrt(accuracy.depth(k)))))
     )
-    bound, probable = (bounds(problem, oracle, each, subject.dtype) for each in (accuracy, shorter))
+    bound, probable = (bounds(problem, oracle, facts, subject.dtype) for facts in (accuracy, probable_accuracy))
     plain = plain_outcome(problem, oracle, accuracy, subject.dtype)
-    size = _norm(exact)
+    norm = _norm(exact)
     point = Point(
         axis=axis,
         x=float(x),
-        error=_norm(got, exact) / size,
-        plain=_norm(plain, exact) / size,
-        probable=_norm(probable) / size,
-        bound=_norm(bound) / size,
+        error=_norm(outcome, exact) / norm,
+        plain=_norm(plain, exact) / norm,
+        probable=_norm(probable) / norm,
+        bound=_norm(bound) / norm,
     )
-    yield label, replace(compare(got, exact, bound), point=point)
-    beside = compare_with_plain(problem, oracle, got, accuracy, subject.dtype, NOISIER[subject.device])
-    yield f"{label}, beside a plain computation", beside
+    yield label, replace(compare(outcome, exact, bound), point=point)
+    worst = compare_with_plain(problem, oracle, outcome, accuracy, subject.dtype, NOISIER[subject.device])
+    yield f"{label}, beside a plain computation", worst
 
 
 def _norm(a: Outcome, b: Outcome | None = None) -> float:
-    """The norm of both towers' gradients, or of the difference of two outcomes'."""
+    """The norm of both towers' gradients, or of the difference of two outcomes' gradients."""
 
-    def joined(x: Outcome) -> FloatArray:
+    def gradients(x: Outcome) -> FloatArray:
         return np.concatenate([x.rows, *x.columns])
 
-    return float(np.linalg.norm(joined(a) if b is None else joined(a) - joined(b)))
+    return float(np.linalg.norm(gradients(a) if b is None else gradients(a) - gradients(b)))
 
 
 def _problem(d: float, b: float, scale: float, dtype: str) -> Problem:
-    """The symmetric loss of b unit pairs of cosine ``_COSINE`` on average, of which a model is not certain."""
+    """The symmetric loss of b unit pairs with a cosine of ``_COSINE`` on average, so that no pair is certain."""
     b, d = int(b), int(d)
-    draw = np.random.default_rng([b, d, zlib.crc32(CASE.encode())])
-    rows = unit(draw.standard_normal((b, d)))
-    columns = unit(_COSINE * rows + np.sqrt(1 - _COSINE**2) * unit(draw.standard_normal((b, d))))
-    half, exact = np.full(b, 0.5 / b), [round_to(x, dtype) for x in (rows, columns)]
-    return softmax_problem(exact[0], exact[1], scale, row_weight=half, column_weight=half, positives=np.arange(b))
+    generator = np.random.default_rng([b, d, zlib.crc32(CASE.encode())])
+    rows = unit(generator.standard_normal((b, d)))
+    columns = unit(_COSINE * rows + np.sqrt(1 - _COSINE**2) * unit(generator.standard_normal((b, d))))
+    half, features = np.full(b, 0.5 / b), [round_to(x, dtype) for x in (rows, columns)]
+    return softmax_problem(features[0], features[1], scale, row_weight=half, column_weight=half, positives=np.arange(b))
