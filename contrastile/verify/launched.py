@@ -1,7 +1,7 @@
 """The processes of mpirun or torchrun as a world.
 
-A test that failed leaves its communicator behind. A rank that raises tells the others once they are done, or have given
-up on it. A watchdog ends a rank that hangs; its launcher then ends the others.
+A failed program's communicator is not used again. A rank that raises tells the others when they have finished, or have
+given up on it. A watchdog ends a rank that hangs; its launcher then ends the others.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Launched(World):
     """One of the processes of a launcher.
 
     Attributes:
-        rank: this process's number.
-        everybody: everybody's object, by rank, from this process's own.
-        duplicate: a fresh group of all processes.
+        rank: this process's rank.
+        everybody: gathers one object from each process; returns them by rank.
+        duplicate: makes a fresh group of all processes.
     """
 
     name: str
@@ -56,34 +56,34 @@ class Launched(World):
         self.hosts = simulated(self.size, self.size)
 
     def run(self, program: Callable[[Communicator], T], *, late: bool = False) -> list[T]:
-        """See ``World``; the error is that of the first rank that did not just wait for another."""
+        """See ``World``. Raises the first rank's error, but an ExchangeError only if all errors are."""
         with self._watched():
             if self._communicator is None:
                 self._communicator = connect(self.duplicate())
                 if self.per_host is not None:
                     self._communicator.hosts = simulated(self.size, self.per_host)
                 self.hosts = self._communicator.hosts
-            mine: tuple[Any, Exception | None]
+            own_result: tuple[Any, Exception | None]
             try:
-                mine = program(self._communicator), None
+                own_result = program(self._communicator), None
             except Exception as error:
-                mine = None, portable(error)
-            found = self.everybody(mine)
-        errors = [error for _, error in found if error is not None]
+                own_result = None, portable(error)
+            results = self.everybody(own_result)
+        errors = [error for _, error in results if error is not None]
         if errors:
             # a failed program may have left messages behind
             self._communicator = None
             raise min(errors, key=lambda error: isinstance(error, ExchangeError))
-        return [value for value, _ in found]
+        return [value for value, _ in results]
 
     def share(self, x: T) -> T:
         with self._watched():
-            found: T = self.everybody(x if self.leads else None)[0]
-            return found
+            value: T = self.everybody(x if self.leads else None)[0]
+            return value
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """A process that hangs prints its stacks, and ends."""
+        """In this context a process that hangs prints its stacks and ends."""
         faulthandler.dump_traceback_later(self._watchdog, exit=True)
         try:
             yield
@@ -109,14 +109,14 @@ def opened(name: str | None, device: str, per_host: int | None = None) -> Iterat
     package = {"mpi": "mpi4py", "torch": "torch"}[name]
     if importlib.util.find_spec(package) is None:
         raise CannotRunError(f"--world {name} needs {package}; run: pip install 'contrastile[{name}]'")
-    kind = "cuda" if on_gpus(name, device) else "cpu"
-    with (mpi if name == "mpi" else torch)(kind) as world:
+    device_type = "cuda" if on_gpus(name, device) else "cpu"
+    with (mpi if name == "mpi" else torch)(device_type) as world:
         world.per_host = per_host
         yield world
 
 
 def on_gpus(name: str | None, device: str) -> bool:
-    """Whether the ranks of this world have GPUs: with "auto" where one is found, under torchrun one for each rank."""
+    """Whether the ranks of this world use GPUs. "auto" needs a GPU, under torchrun one for each rank of the host."""
     if device != "auto":
         return device == "cuda"
     if name != "torch":
@@ -145,12 +145,12 @@ def mpi(device: str) -> Iterator[Launched]:
     rank, size = comm.Get_rank(), comm.Get_size()
 
     def everybody(x: Any) -> list[Any]:
-        # a collective that waits spins, and takes the core from a rank that computes: ask instead, until all are here
-        mine, counts = pickle.dumps(x), np.empty(size, np.int64)
-        until(comm.Iallgather(np.array([len(mine)]), counts).Test, math.inf)
-        found = bytearray(counts.sum())
-        until(comm.Iallgatherv([mine, MPI.BYTE], [found, counts, MPI.BYTE]).Test, math.inf)
-        return [pickle.loads(each) for each in split(found, counts.tolist())]
+        # a blocking collective spins, and takes the core from a rank that computes: poll until all are here
+        message, counts = pickle.dumps(x), np.empty(size, np.int64)
+        until(comm.Iallgather(np.array([len(message)]), counts).Test, math.inf)
+        received = bytearray(counts.sum())
+        until(comm.Iallgatherv([message, MPI.BYTE], [received, counts, MPI.BYTE]).Test, math.inf)
+        return [pickle.loads(part) for part in split(received, counts.tolist())]
 
     yield Launched("mpi", launch, rank, size, everybody, comm.Dup)
 
@@ -175,9 +175,9 @@ def torch(device: str) -> Iterator[Launched]:
         host = dist.new_group(backend="gloo")
 
         def everybody(x: Any) -> list[Any]:
-            found: list[Any] = [None] * size
-            dist.all_gather_object(found, x, group=host)
-            return found
+            objects: list[Any] = [None] * size
+            dist.all_gather_object(objects, x, group=host)
+            return objects
 
         launch = ["torchrun", "--nproc-per-node", str(size), "-m", "contrastile"]
         yield Launched("torch", launch, dist.get_rank(), size, everybody, dist.new_group)

@@ -1,7 +1,7 @@
 """Backends whose arguments are first copied into other buffers: between guard bands, or with unusual strides.
 
-Inputs are surrounded by NaN, so that an out-of-bounds read shows in the result; accumulators are surrounded by a plain
-number, so that an out-of-bounds addition shows too. After each call the surroundings must hold the bits they held.
+Inputs are surrounded by NaN, so that an out-of-bounds read shows in the result; accumulators are surrounded by a finite
+number, so that an out-of-bounds addition shows too. A call must not change the bits around its arguments.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from contrastile.backends.contract import Array, Backend, Block, SideWeights, We
 from contrastile.verify.wrapped import around
 
 Layout = Callable[[ArrayLibrary, Array, float], tuple[Array, Array]]
-"""(arrays, x, fill) -> a buffer filled with a number, and the view of it where x's values go."""
+"""(arrays, x, fill) -> a buffer full of ``fill``, and the view of it that x is copied to."""
 
-# 3 and 5 elements: no vector load stays aligned
+# odd widths of bands, so that no vector load stays aligned
 _ROWS, _WIDTH = 3, 5
 _AROUND_SUMS = 1.5
 
@@ -48,7 +48,7 @@ def backwards(arrays: ArrayLibrary, x: Array, fill: float) -> tuple[Array, Array
 
 def _filled(arrays: ArrayLibrary, shape: tuple[int, ...], value: float, like: Array) -> Array:
     dtype = arrays.dtype(like)
-    # an index has no NaN; 0 is the most harmful value to read, since that column exists
+    # integers have no NaN; index 0 is the most harmful value to read, since that column exists
     return arrays.full(shape, 0 if dtype == "int64" else value, dtype, like)
 
 
@@ -61,49 +61,49 @@ class _Relocated:
     checks: list[Callable[[], str | None]] = field(default_factory=list)
 
     def read(self, x: Any, name: str) -> Any:
-        """A copy of an input, whose whole buffer the call must leave unchanged."""
+        """A copy of an input; the call must leave its whole buffer unchanged."""
         if x is None or not x.shape:
             return x
         buffer, view = self.layout(self.arrays, x, float("nan"))
         view[...] = x
-        before = self._bits(buffer)
+        bits = self._bits(buffer)
         self.checks.append(
             lambda: (
-                None if self._bits(buffer) == before else f"{name} is an input, and it or memory around it was written"
+                None if self._bits(buffer) == bits else f"{name} is an input, and it or memory around it was written"
             )
         )
         return view
 
     def add(self, x: Any, name: str) -> Any:
-        """A copy of an accumulator between guard bands; its result is copied back to x."""
+        """A copy of an accumulator between guard bands; the check after the call copies the result back to x."""
         buffer, view = guard_bands(self.arrays, x, _AROUND_SUMS)
         view[...] = 0
-        before = self._bits(buffer)
+        bits = self._bits(buffer)
         view[...] = x
 
         def check() -> str | None:
             x[...] = view
             view[...] = 0
-            return None if self._bits(buffer) == before else f"out-of-bounds write around {name}"
+            return None if self._bits(buffer) == bits else f"out-of-bounds write around {name}"
 
         self.checks.append(check)
         return view
 
     def block(self, block: Block) -> Block:
         pairs = block.pairs
-        names = [each.name for each in fields(pairs) if each.type == "Array | None"]
-        moved = {name: self.read(getattr(pairs, name), name) for name in names}
+        names = [attribute.name for attribute in fields(pairs) if attribute.type == "Array | None"]
+        copies = {name: self.read(getattr(pairs, name), name) for name in names}
         return replace(
             block,
             rows=self.read(block.rows, "rows"),
             columns=self.read(block.columns, "columns"),
-            pairs=replace(pairs, **moved),
+            pairs=replace(pairs, **copies),
         )
 
-    def given(self, x: Any) -> Any:
-        """What follows a block: weights, a vector that is read, matrices that are added to, and what is no array."""
+    def argument(self, x: Any) -> Any:
+        """Relocate an argument after the block: weights and vectors are inputs, a matrix is an accumulator."""
         if isinstance(x, Weights):
-            # kept exponentials are the backend's own, in its own layout
+            # kept exponentials stay, because they are in the backend's own layout
             columns = None if x.columns is None else self._side(x.columns, "column")
             return replace(x, rows=self._side(x.rows, "row"), columns=columns)
         axes = len(getattr(x, "shape", ()))
@@ -120,26 +120,26 @@ class _Relocated:
 def relocated(backend: Backend, layout: Layout, violations: list[str]) -> Backend:
     """The backend with its arguments copied to another layout before each call, accumulators between guard bands.
 
-    ``violations`` receives one line for each buffer that a call changed and must not have.
+    ``violations`` receives one line for each buffer that a call has changed against the contract.
     """
 
-    def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
-        moved = _Relocated(backend.arrays, layout)
-        there = moved.block(block)
-        backend.check(there)
-        found = primitive(there, *map(moved.given, rest))
-        violations.extend(filter(None, (check() for check in moved.checks)))
-        return found
+    def call(primitive: Callable[..., Any], block: Block, *arguments: Any) -> Any:
+        relocation = _Relocated(backend.arrays, layout)
+        relocated_block = relocation.block(block)
+        backend.check(relocated_block)
+        result = primitive(relocated_block, *map(relocation.given, arguments))
+        violations.extend(filter(None, (check() for check in relocation.checks)))
+        return result
 
     return around(backend, call)
 
 
 def called_twice(backend: Backend) -> Backend:
-    def twice(primitive: Callable[..., Any], *call: Any) -> Any:
-        primitive(*call)
-        return primitive(*call)
+    def twice(primitive: Callable[..., Any], *arguments: Any) -> Any:
+        primitive(*arguments)
+        return primitive(*arguments)
 
-    # ``finished`` has no accumulators, and what is kept beside it is for it
+    # ``finished`` has no accumulators, and with it ``keeping`` keeps exponentials for ``finished`` only
     keeping = backend.keeping if backend.finished is None else None
     return around(
         replace(backend, finished=None, finished_columns=None, keeping=keeping), twice, "gradients", "sigmoid"
@@ -148,15 +148,15 @@ def called_twice(backend: Backend) -> Backend:
 
 def expanded(backend: Backend) -> Backend:
     """The backend given features whose rows are all the first row, with stride 0."""
-    # numpy, torch and cupy have the same name for it
+    # numpy, torch and cupy all have broadcast_to
     module: Any = importlib.import_module(backend.arrays.name)
 
     def expand(x: Array) -> Array:
         return module.broadcast_to(x[:1], tuple(x.shape)) if x.shape[0] else x
 
-    def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
-        there = replace(block, rows=expand(block.rows), columns=expand(block.columns))
-        backend.check(there)
-        return primitive(there, *rest)
+    def call(primitive: Callable[..., Any], block: Block, *arguments: Any) -> Any:
+        expanded_block = replace(block, rows=expand(block.rows), columns=expand(block.columns))
+        backend.check(expanded_block)
+        return primitive(expanded_block, *arguments)
 
     return around(backend, call)

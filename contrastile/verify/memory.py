@@ -26,18 +26,18 @@ def saved_bytes(subject: Subject, case: str) -> Comparisons:
     """A batch twice as large saves at most twice the bytes for the backward pass, not four times."""
     if subject.backend.arrays.name != "torch":
         raise SkipError(f"autograd is torch's, and its arrays are {subject.backend.arrays.name}'s")
-    one, two = (_saved(subject, b, keep=0) for b in (_BATCH, 2 * _BATCH))
-    # linear in b gives at most 2 one, quadratic nearly 4 one: three lies between
-    yield f"b = {_BATCH} and {2 * _BATCH}", Worst(two / (3 * one), "bytes", (), two, 3 * one)
+    small, large = (_saved(subject, b, keep=0) for b in (_BATCH, 2 * _BATCH))
+    # twice the batch: linear memory gives a factor of at most 2, quadratic nearly 4; 3 lies between
+    yield f"b = {_BATCH} and {2 * _BATCH}", Worst(large / (3 * small), "bytes", (), large, 3 * small)
     keeps = subject.backend.keeps
-    most = 0 if keeps is None else keeps(2 * _BATCH, 2 * _BATCH, subject.dtype, subject.device, subject.options)
-    # the bytes are counted, and all of them may be there
-    kept, allowed = _saved(subject, 2 * _BATCH, keep=subject.keep), two + most + 1
+    most_kept = 0 if keeps is None else keeps(2 * _BATCH, 2 * _BATCH, subject.dtype, subject.device, subject.options)
+    # a backend may use all of the kept bytes that it allows itself
+    kept, allowed = _saved(subject, 2 * _BATCH, keep=subject.keep), large + most_kept + 1
     yield "what is kept", Worst(kept / allowed, "bytes", (), kept, allowed)
-    # more than a MiB of exponentials, kept and then not
+    # more than 1 MiB of exponentials: kept by default, but not under a limit of 1 MiB
     _saved(subject, 3 * _BATCH, keep=None)
     with mock.patch.dict(os.environ, {KEEP: "1"}):
-        kept, allowed = _saved(subject, 3 * _BATCH, keep=None), 2 * two + 2**20
+        kept, allowed = _saved(subject, 3 * _BATCH, keep=None), 2 * large + 2**20
     yield f"{KEEP}=1", Worst(kept / allowed, "bytes", (), kept, allowed)
 
 
@@ -53,23 +53,23 @@ def _saved(subject: Subject, batch: int, keep: int | None) -> float:
         for _ in range(2)
     )
     scale = torch.tensor(0.5, dtype=getattr(torch, subject.backend.state(subject.dtype)), device=subject.device)
-    kept: dict[int, int] = {}
+    bytes_of_storage: dict[int, int] = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         storage = x.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        bytes_of_storage[storage.data_ptr()] = storage.nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         loss = clip_loss(image, text, scale.requires_grad_(), backend=subject.name, keep=keep)
-    total = float(sum(kept.values()))
+    total = float(sum(bytes_of_storage.values()))
     loss.backward()
     return total
 
 
 @contextmanager
 def poisoned(arrays: ArrayLibrary) -> Iterator[None]:
-    """In this context, uninitialised memory of the library holds NaN (integers: a large number).
+    """A context in which uninitialised memory of the library holds NaN (integers: a large number).
 
     Raises:
         SkipError: this library's memory cannot be poisoned.
@@ -119,11 +119,11 @@ def _poisoned_torch() -> Iterator[None]:
     fill = deterministic.fill_uninitialized_memory
     strict, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     try:
-        # the public function imports torch's compiler, for seconds
+        # the public function imports torch's compiler, which takes seconds
         torch._C._set_deterministic_algorithms(True, warn_only=True)
         deterministic.fill_uninitialized_memory = True
         with warnings.catch_warnings():
-            # about operations without a deterministic implementation, which do not matter here
+            # torch warns of operations without a deterministic implementation, which do not matter here
             warnings.simplefilter("ignore", UserWarning)
             yield
     finally:

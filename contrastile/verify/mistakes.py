@@ -1,4 +1,4 @@
-"""Mistakes of ranks that share a public loss: each is one error, the same on every rank, and never a wait."""
+"""Mistakes of ranks that share a public loss: all ranks must raise the same error, and none may wait for ever."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ _WIDTH = 20
 _UNWANTED = "a gradient that the others do not want"
 
 
-def _told(told: list[str], error: str) -> Worst:
-    """Whether every rank has raised an error, and the same."""
-    if not all(told):
+def _all_raised(messages: list[str], error: str) -> Worst:
+    """Check that every rank has raised an error, and that all messages are equal."""
+    if not all(messages):
         return wrong(f"a rank raised no {error}")
-    same = len(set(told)) == 1
-    return NOTHING if same else wrong(f"ranks raised different errors: {sorted(set(told))}")
+    return NOTHING if len(set(messages)) == 1 else wrong(f"ranks raised different errors: {sorted(set(messages))}")
 
 
 def skipped_backward(subject: Subject, case: str) -> Comparisons:
@@ -41,15 +40,16 @@ def skipped_backward(subject: Subject, case: str) -> Comparisons:
     for exchange in EXCHANGES:
         for skips in (0, world.size - 1):
             settings: dict[str, Any] = {"backend": subject.name, **subject.settings, "exchange": exchange}
-            program = partial(_two_calls, skips=skips, given=(*pair, 10.0), settings=settings)
-            yield f"{exchange}, rank {skips}", _told(world.run(partial(_said, ExchangeError, program)), "ExchangeError")
-    # the others say first that the group has failed
-    told = [text.rpartition(": ")[2] for text in world.run(partial(_said, ExchangeError, _two_threads))]
-    yield "a second thread", _told(told, "ExchangeError")
+            program = partial(_two_calls, skips=skips, args=(*pair, 10.0), settings=settings)
+            messages = world.run(partial(_message_of, ExchangeError, program))
+            yield f"{exchange}, rank {skips}", _all_raised(messages, "ExchangeError")
+    # on other ranks a prefix of the message says that the group has failed
+    messages = [text.rpartition(": ")[2] for text in world.run(partial(_message_of, ExchangeError, _two_threads))]
+    yield "a second thread", _all_raised(messages, "ExchangeError")
 
 
-def _said(kind: type[Exception], program: Callable[[Communicator], Any], communicator: Communicator) -> str:
-    """The text of the error of this kind that a rank's program raises; "" for none."""
+def _message_of(kind: type[Exception], program: Callable[[Communicator], Any], communicator: Communicator) -> str:
+    """The text of the error of this kind that a program raises on this rank; "" for none."""
     try:
         program(communicator)
     except kind as error:
@@ -57,16 +57,16 @@ def _said(kind: type[Exception], program: Callable[[Communicator], Any], communi
     return ""
 
 
-def _two_calls(communicator: Communicator, skips: int, given: Any, settings: dict[str, Any]) -> None:
-    """Rank ``skips`` has no backward pass in the first of its calls."""
+def _two_calls(communicator: Communicator, skips: int, args: Any, settings: dict[str, Any]) -> None:
+    """Call twice; rank ``skips`` skips the backward pass of the first call."""
     both = evaluation.value_and_grad(losses.clip_loss, group=communicator, **settings)
     first = partial(losses.clip_loss, group=communicator, **settings) if communicator.rank == skips else both
-    first(*given)
-    both(*given)
+    first(*args)
+    both(*args)
 
 
 def _two_threads(communicator: Communicator) -> None:
-    """The second posts in the middle of a phase of the first."""
+    """A second thread posts a message in the middle of a phase of the first thread."""
     communicator.agree(np.zeros(1, np.int64), Label(communicator.calls.begin()))
     communicator.exchange({}, {}).wait()
     with ThreadPoolExecutor(1) as pool:
@@ -78,10 +78,10 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
     world, put, dtype = subject.ranks, putter(subject.backend.arrays, subject.device), subject.dtype
     if world.size < 2:
         raise SkipError("needs several ranks")
-    x, other = np.eye(4, _WIDTH), "float64" if dtype == "float32" else "float32"
+    x, other_dtype = np.eye(4, _WIDTH), "float64" if dtype == "float32" else "float32"
     pair, ids = [put(x, dtype), put(x, dtype)], put(np.arange(4), "int64")
     differences: dict[str, _Arguments] = {
-        "another dtype": (losses.clip_loss, [put(x, other), put(x, other), 10.0], {}),
+        "another dtype": (losses.clip_loss, [put(x, other_dtype), put(x, other_dtype), 10.0], {}),
         "another width": (losses.clip_loss, [put(x[:, :7], dtype), put(x[:, :7], dtype), 10.0], {}),
         "another scale": (losses.clip_loss, [*pair, 10.0 * (1 + 2.0**-18)], {}),
         "another loss": (losses.nt_xent, [*pair, 10.0], {}),
@@ -94,39 +94,39 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
         "another precision": (losses.clip_loss, [*pair, 10.0], {"precision": "auto"}),
     }
     right: _Arguments = losses.clip_loss, [*pair, 10.0], {}
-    beside: dict[str, _Arguments] = {"more negatives": (losses.info_nce, [*pair, 10.0], {})}
+    right_calls: dict[str, _Arguments] = {"more negatives": (losses.info_nce, [*pair, 10.0], {})}
     if subject.device == "cpu":
-        beside["a positive that is no column"] = losses.info_nce, [*pair, 10.0], {"positives": ids}
-        bad = losses.info_nce, [*pair, 10.0], {"positives": ids + 4 * world.size}
-        differences["a positive that is no column"] = bad
+        right_calls["a positive that is no column"] = losses.info_nce, [*pair, 10.0], {"positives": ids}
+        far_positives = losses.info_nce, [*pair, 10.0], {"positives": ids + 4 * world.size}
+        differences["a positive that is no column"] = far_positives
     if subject.backend.arrays.name == "torch":
-        trained = [put(x, dtype).requires_grad_(), pair[1], 10.0]
-        differences[_UNWANTED] = (losses.clip_loss, trained, {})
-        number = put(np.asarray(10.0), state_dtype(subject.dtype))
-        beside["a gradient of the scale"] = losses.clip_loss, [*pair, number], {}
-        learnt = number.clone().requires_grad_()
-        differences["a gradient of the scale"] = losses.clip_loss, [*pair, learnt], {}
-    for label, wrong_one in differences.items():
-        own = beside.get(label, right)
-        told = world.run(partial(_error_of_a_mismatch, right=own, last=wrong_one, subject=subject))
-        yield label, _told(told, "MismatchError")
-    unlike = differences.get(_UNWANTED)
-    if unlike is not None:
+        learning_pair = [put(x, dtype).requires_grad_(), pair[1], 10.0]
+        differences[_UNWANTED] = (losses.clip_loss, learning_pair, {})
+        scale = put(np.asarray(10.0), state_dtype(subject.dtype))
+        right_calls["a gradient of the scale"] = losses.clip_loss, [*pair, scale], {}
+        learning_scale = scale.clone().requires_grad_()
+        differences["a gradient of the scale"] = losses.clip_loss, [*pair, learning_scale], {}
+    for label, bad_call in differences.items():
+        right_call = right_calls.get(label, right)
+        messages = world.run(partial(_mismatch, right=right_call, bad=bad_call, subject=subject))
+        yield label, _all_raised(messages, "MismatchError")
+    unwanted = differences.get(_UNWANTED)
+    if unwanted is not None:
         import torch
 
-        told = world.run(torch.no_grad()(partial(_error_of_a_mismatch, right=right, last=unlike, subject=subject)))
-        yield "a gradient that nobody records", wrong(told[0]) if any(told) else NOTHING
+        messages = world.run(torch.no_grad()(partial(_mismatch, right=right, bad=unwanted, subject=subject)))
+        yield "a gradient that nobody records", wrong(messages[0]) if any(messages) else NOTHING
 
 
 _Arguments = tuple[Callable[..., Any], list[Any], dict[str, Any]]
-"""A loss, its arguments and settings."""
+"""A loss, its positional arguments and its keywords."""
 
 
-def _error_of_a_mismatch(communicator: Communicator, right: _Arguments, last: _Arguments, subject: Subject) -> str:
-    """The text of a rank's MismatchError, of which the last rank calls something else; all are then right once."""
-    how: dict[str, Any] = {"backend": subject.name, "group": communicator, "exchange": "ring", **subject.settings}
-    loss, args, more = last if communicator.rank == communicator.size - 1 else right
-    said = _said(MismatchError, lambda _: loss(*args, **(how | more)), communicator)
-    if said:
-        right[0](*right[1], **how)
-    return said
+def _mismatch(communicator: Communicator, right: _Arguments, bad: _Arguments, subject: Subject) -> str:
+    """The text of this rank's MismatchError when the last rank makes the bad call; all then make the right call."""
+    settings: dict[str, Any] = {"backend": subject.name, "group": communicator, "exchange": "ring", **subject.settings}
+    loss, args, keywords = bad if communicator.rank == communicator.size - 1 else right
+    message = _message_of(MismatchError, lambda _: loss(*args, **(settings | keywords)), communicator)
+    if message:
+        right[0](*right[1], **settings)
+    return message

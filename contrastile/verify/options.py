@@ -1,4 +1,4 @@
-"""What to verify: the options, of the command as of pytest, and the checks that they select."""
+"""The options of the command and of the pytest plugin, and the checks that they select."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ QUICK_LOSS_CASES = (
 )
 QUICK_DTYPES = ("float32", "bfloat16")
 QUICK_EXAMPLES = 20
-"""What ``--quick`` runs where the command says nothing else."""
+"""The defaults of ``--quick``."""
 
 EXAMPLES, RANKS_EXAMPLES = 100, 25
-"""Problems drawn for a backend and dtype; by the ranks of a launcher, which take these dtypes where none is given."""
+"""Problems drawn per backend and dtype: in one process, and by a launcher's ranks, whose dtypes are QUICK_DTYPES."""
 
 _SEVERAL: dict[str, Any] = {"action": "extend", "nargs": "+"}
 _NAMES: dict[str, Any] = {**_SEVERAL, "metavar": "NAME"}
@@ -89,47 +89,47 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "seed": {"type": int, "default": 0, "metavar": "S", "help": "seed of everything random (default: 0)"},
 }
-"""The options that the command and pytest have, each as argparse takes it."""
+"""The options of the command and of pytest: for each, the arguments of argparse."""
 
 
 def settle(options: argparse.Namespace) -> list[str]:
-    """Check the options, and fill in what they leave open.
+    """Check the options, and set defaults in place.
 
     Returns:
-        What ``--quick``, or a launcher's ranks, leave untested.
+        The cases and dtypes that ``--quick``, or a launcher's defaults, leave untested.
 
     Raises:
-        CannotRunError: one of them is wrong, or needs a package that is missing.
+        CannotRunError: an option is wrong, or needs a package that is missing.
     """
-    given, ranks = options, options.world in ("mpi", "torch")
+    given, is_launched = options, options.world in ("mpi", "torch")
     known = PROPERTIES if given.world is None else DISTRIBUTED
-    every = [*cases.CASES, *dict.fromkeys(p.case for p in known.values() if p.case is not None)]
+    every_case = [*cases.CASES, *dict.fromkeys(p.case for p in known.values() if p.case is not None)]
     properties = list(known)
     if given.loss:
         if given.backend or given.world is not None:
             raise CannotRunError("--loss must be given without --backend and --world: run them apart")
-        every, properties = list(CASES), list(ABOUT)
+        every_case, properties = list(CASES), list(ABOUT)
     elif given.objective:
         raise CannotRunError(f"--objective must be given with --loss, got {given.objective} alone")
     left_out = []
     if given.quick and given.case is None:
-        chosen = QUICK_LOSS_CASES if given.loss else QUICK_CASES
-        given.case = [name for name in chosen if name.partition(":")[0] in every]
-        left_out.append(f"{len({*every} - {*given.case})} cases")
-    if (given.quick or ranks) and given.dtype is None:
+        quick_cases = QUICK_LOSS_CASES if given.loss else QUICK_CASES
+        given.case = [name for name in quick_cases if name.partition(":")[0] in every_case]
+        left_out.append(f"{len({*every_case} - {*given.case})} cases")
+    if (given.quick or is_launched) and given.dtype is None:
         given.dtype = list(QUICK_DTYPES)
         left_out += [dtype for dtype in DTYPES if dtype not in QUICK_DTYPES]
     if given.examples is None:
-        given.examples = QUICK_EXAMPLES if given.quick else RANKS_EXAMPLES if ranks else EXAMPLES
-    for name, least in (("examples", 1), ("seed", 0), ("workspace", 0), ("keep", 0)):
-        within(name, getattr(given, name) or 0, least)
+        given.examples = QUICK_EXAMPLES if given.quick else RANKS_EXAMPLES if is_launched else EXAMPLES
+    for name, minimum in (("examples", 1), ("seed", 0), ("workspace", 0), ("keep", 0)):
+        within(name, getattr(given, name) or 0, minimum)
     if given.per_host is not None:
         within("per-host", given.per_host, 1)
         if given.world is None:
             raise CannotRunError(f"--per-host must be given with --world, got {given.per_host} alone")
     if given.deadline is not None and not 0 < given.deadline < float("inf"):
         raise CannotRunError(f"--deadline must be a number of seconds above 0, got {given.deadline:g}")
-    given.case, given.property = _known("case", given.case, every), _known("property", given.property, properties)
+    given.case, given.property = _known("case", given.case, every_case), _known("property", given.property, properties)
     if not given.loss:
         require_packages("hypothesis")
     return [f"{', '.join(left_out)} ({'--quick' if given.quick else 'give --dtype'})"] if left_out else []
@@ -141,42 +141,42 @@ _PARTS: dict[str, Callable[[str], object]] = {
 }
 
 
-def _known(what: str, given: list[str] | None, names: list[str]) -> list[str] | None:
-    """The given names, checked. A case "drawn:17" is one problem; "wordnet" selects every "wordnet@...".
+def _known(what: str, requested: list[str] | None, names: list[str]) -> list[str] | None:
+    """Check the given names, and expand them: "wordnet" selects every "wordnet@...". "drawn:17" is one problem.
 
-    What "public-losses:", "front-door:", "sizes:" and "ranks:" are followed by selects labels that begin with it.
+    A prefix after "public-losses:", "front-door:", "sizes:" or "ranks:" selects the labels that begin with it.
     """
-    if given is None:
+    if requested is None:
         return None
-    chosen: list[str] = []
-    for name in given:
+    selected_names: list[str] = []
+    for name in requested:
         family = name.partition(":")[0]
         if what == "case" and ":" in name and family in _PARTS:
             try:
                 _PARTS[family](name)
             except ValueError as error:
                 raise CannotRunError(str(error)) from error
-            chosen.append(name)
+            selected_names.append(name)
             continue
-        variants = [known for known in names if known.partition("@")[0] == name]
+        variants = [hint for hint in names if hint.partition("@")[0] == name]
         if name not in names and not variants:
-            near = difflib.get_close_matches(name, names, 1, 0.7)
-            known = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
-            raise CannotRunError(f"no {what} is called {name!r}; {known}")
-        chosen += [name] if name in names else variants
-    return chosen
+            close = difflib.get_close_matches(name, names, 1, 0.7)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}"
+            raise CannotRunError(f"no {what} is called {name!r}; {hint}")
+        selected_names += [name] if name in names else variants
+    return selected_names
 
 
 def _selection(options: argparse.Namespace, backends: dict[str, Backend], world: World | None) -> Selection:
-    may = options.device != "cpu" and any("cuda" in backend.devices for backend in backends.values())
+    may_use_gpu = options.device != "cpu" and any("cuda" in backend.devices for backend in backends.values())
     return Selection(
         backends,
         options.case,
         options.property,
         tuple(options.dtype or DTYPES),
         options.device,
-        # looking for a GPU imports torch, which takes longer than many a check
-        may and launched.on_gpus(options.world, options.device),
+        # only then look for a GPU: it imports torch, which takes longer than many checks
+        may_use_gpu and launched.on_gpus(options.world, options.device),
         options.examples,
         options.seed,
         options.precision,
@@ -196,23 +196,23 @@ def _of_losses(options: argparse.Namespace) -> LossSelection:
             raise CannotRunError(f"loss {name!r}: {error}") from error
     device = options.device
     if device == "auto":
-        everywhere = all("cuda" in loss.claims.devices for loss in losses)
-        device = "cuda" if everywhere and finds_a_gpu() else "cpu"
+        all_run_on_cuda = all("cuda" in loss.claims.devices for loss in losses)
+        device = "cuda" if all_run_on_cuda and finds_a_gpu() else "cpu"
     return LossSelection(losses, options.case, options.property, tuple(options.dtype or DTYPES), device, options.seed)
 
 
 def selected(
     options: argparse.Namespace, world: World | None = None, printed: Callable[[], str] = str
 ) -> Iterator[Check]:
-    """The checks that options select, as ``settle`` leaves them, in a fixed order.
+    """The checks that the settled options select, in a fixed order.
 
-    The backends or the losses are loaded first; ``printed`` returns what has been printed since the last call.
+    The backends or the losses are loaded first; ``printed`` returns the text printed since its last call.
 
     Yields:
         One check for each backend that cannot run or has printed, then all others.
 
     Raises:
-        CannotRunError: what was asked for cannot be had.
+        CannotRunError: a requested backend, loss or device is not available.
     """
     if options.device == "cuda" and not finds_a_gpu():
         raise CannotRunError(
@@ -220,7 +220,7 @@ def selected(
         )
     if options.loss:
         losses = _of_losses(options)
-        # what a module prints when it is imported is no check's
+        # discard the text that a module prints when it is imported: no check printed it
         printed()
         yield from losses
         return
@@ -234,11 +234,11 @@ def selected(
             yield whole(name, partial(skipped, str(error)), ranks)
         except (Exception, SystemExit) as error:
             # importing other people's code may raise anything
-            ours = str(error).startswith("backend ")
-            raise CannotRunError(str(error) if ours else f"backend {name!r} raised {one_line(error)}") from error
-        if said := printed():
-            found = wrong(f"printed to stdout when it was imported: {said!r}")
-            yield whole(name, partial(iter, [("", found)]), ranks)
+            is_ours = str(error).startswith("backend ")
+            raise CannotRunError(str(error) if is_ours else f"backend {name!r} raised {one_line(error)}") from error
+        if text := printed():
+            failure = wrong(f"printed to stdout when it was imported: {text!r}")
+            yield whole(name, partial(iter, [("", failure)]), ranks)
     yield from _selection(options, backends, world)
 
 

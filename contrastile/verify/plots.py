@@ -21,7 +21,7 @@ LOOK: dict[Any, Any] = {
 }
 """Settings of matplotlib for every chart: the same data give the same text."""
 ON_DARK = {_INK: "#e6e8eb", _FAINT: "#454d58", "#c2410c": "#ffb454", "#6b7280": "#a3acb8", "#1d6fd1": "#8fb0ff"}
-"""The colours on light paper, and what they are on dark paper."""
+"""The colours on a light background, and the colours that replace them on a dark background."""
 
 LINES: dict[str, tuple[str, dict[str, Any]]] = {
     "bound": ("a-priori bound", {"color": "#c2410c"}),
@@ -29,7 +29,7 @@ LINES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("plain computation, same dtype", {"color": "#6b7280", "linestyle": ":"}),
     "error": ("measured error", {"color": "#1d6fd1", "marker": "o", "markersize": 3}),
 }
-"""What is drawn at each point: the key of ``Point``, its name, and how it looks."""
+"""The lines of a plot: the key of ``Point``, the label, and the style."""
 
 
 def figure(rows: Sequence[tuple[str, Sequence[Point]]], axes: Sequence[str]) -> str:
@@ -44,38 +44,38 @@ def figure(rows: Sequence[tuple[str, Sequence[Point]]], axes: Sequence[str]) -> 
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({**LOOK, "font.size": 9}):
-        drawn = Figure(figsize=(2.7 * len(axes), 2.0 * len(rows) + 0.4), layout="constrained")
-        places = drawn.subplots(len(rows), len(axes), squeeze=False, sharey="row")
-        for (title, points), plots in zip(rows, places, strict=True):
+        canvas = Figure(figsize=(2.7 * len(axes), 2.0 * len(rows) + 0.4), layout="constrained")
+        plots_of_rows = canvas.subplots(len(rows), len(axes), squeeze=False, sharey="row")
+        for (title, points), plots in zip(rows, plots_of_rows, strict=True):
             for axis, plot in zip(axes, plots, strict=True):
-                here = sorted((each for each in points if each["axis"] == axis), key=lambda each: each["x"])
-                sizes = [each["x"] for each in here]
-                for name, (about, look) in LINES.items():
-                    plot.plot(sizes, [each[name] for each in here], label=about, **look)  # type: ignore[literal-required]
+                on_axis = sorted((point for point in points if point["axis"] == axis), key=lambda point: point["x"])
+                sizes = [point["x"] for point in on_axis]
+                for name, (label, style) in LINES.items():
+                    plot.plot(sizes, [point[name] for point in on_axis], label=label, **style)  # type: ignore[literal-required]
                 plot.set(title=title, xlabel=axis, xscale="log", yscale="log")
                 plot.set_xticks(sizes, [f"{x:g}" for x in sizes])
                 plot.minorticks_off()
                 plot.grid(axis="y", alpha=0.3)
-            # in one size of text: exponents above the line would be small
+            # 1e-3, because the exponent of 10^-3 would be too small to read
             plots[0].yaxis.set_major_formatter(lambda y, _: f"1e{np.log10(y):.0f}")
             low, high = np.log10(plots[0].get_ylim())
             plots[0].set_ylim(10 ** np.floor(low), 10 ** np.ceil(high))
-        names = drawn.axes[0].get_legend_handles_labels()
-        drawn.legend(*names, loc="outside lower center", ncols=len(LINES), frameon=False)
-        return svg(drawn, ON_DARK)
+        legend_entries = canvas.axes[0].get_legend_handles_labels()
+        canvas.legend(*legend_entries, loc="outside lower center", ncols=len(LINES), frameon=False)
+        return svg(canvas, ON_DARK)
 
 
 def svg(figure: Any, on_dark: Mapping[str, str]) -> str:
-    """A figure of matplotlib as an ``<svg>`` element: without paper, in the reader's own font and scheme."""
+    """A figure of matplotlib as an ``<svg>`` element: no background, and the font and colour scheme of the reader."""
     file = io.StringIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    figure.savefig(file, format="svg", transparent=True, metadata=nothing)
-    # the font that it was laid out with is wider, and rarely installed
+    no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
+    # the font of the layout is rarely installed; the replacement is narrower
     text = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", file.getvalue())
     schemes = ({color: color for color in on_dark}, on_dark)
-    light, dark = ("".join(f"--c{color[1:]}:{to};" for color, to in each.items()) for each in schemes)
+    light, dark = ("".join(f"--c{color[1:]}:{shade};" for color, shade in scheme.items()) for scheme in schemes)
     text = re.sub("|".join(on_dark), lambda color: f"var(--c{color[0][1:]})", text)
     style = f"<style>:root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}</style>"
-    # a part of a page has no declaration of XML
-    head, _, rest = text[text.index("<svg") :].partition(">")
-    return f"{head}>{style}{rest}"
+    # an element inside a page has no XML declaration
+    start, _, rest = text[text.index("<svg") :].partition(">")
+    return f"{start}>{style}{rest}"

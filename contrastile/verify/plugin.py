@@ -1,4 +1,4 @@
-"""The checks as tests of pytest: those of ``pytest --pyargs contrastile.verify``, and of the losses in a conftest.py.
+"""The checks as pytest tests: of ``pytest --pyargs contrastile.verify``, and of the losses in a conftest.py.
 
 ``contrastile verify`` runs the former on workers of pytest-xdist, see ``session``.
 """
@@ -28,7 +28,7 @@ from contrastile.verify.options import OPTIONS, selected, settle
 from contrastile.verify.runner import Check, Failure, Row
 
 RESULT = "contrastile"
-"""The name under which a report holds its row."""
+"""The key of a report's user property that holds the row."""
 
 DEADLINE = {"cpu": 300.0, "cuda": 600.0}
 """Seconds that one check may take, by device: on a GPU it may compile kernels first."""
@@ -37,21 +37,21 @@ DEADLINE = {"cpu": 300.0, "cuda": 600.0}
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of ``contrastile verify`` that select checks."""
     group = parser.getgroup("contrastile")
-    for name, how in OPTIONS.items():
-        group.addoption(f"--{name.replace('_', '-')}", **how)
+    for name, arguments in OPTIONS.items():
+        group.addoption(f"--{name.replace('_', '-')}", **arguments)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Be a worker of ``contrastile verify``: Ctrl-C reaches its parent alone, which ends all that it starts."""
-    given = getattr(config, "workerinput", {})
-    if RESULT in given:
-        sys.path[:] = given["path"]
+    """Set up a worker of ``contrastile verify``, in a session of its own: Ctrl-C reaches only the parent."""
+    worker_input = getattr(config, "workerinput", {})
+    if RESULT in worker_input:
+        sys.path[:] = worker_input["path"]
         if hasattr(os, "setsid"):
             os.setsid()
 
 
 def pytest_collect_directory(path: Path, parent: pytest.Collector) -> Checks | None:
-    """The checks that the options select stand for the files of this package."""
+    """Collect the checks that the options select, in place of this package's files."""
     if path != Path(__file__).parent or parent.config.getoption("backend", 0) == 0:
         return None
     return Checks.from_parent(parent, path=path)
@@ -72,14 +72,14 @@ class Checks(pytest.Directory):
                 yield CheckItem.from_parent(self, name=check.name(), check=check, number=number, deadline=seconds)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException]) -> Any:  # type: ignore[override]
-        """The one line that says why they cannot run."""
+        """One line with the reason why the checks cannot run."""
         if isinstance(excinfo.value, CannotRunError):
             return str(excinfo.value)
         return super().repr_failure(excinfo)
 
 
 class CheckItem(pytest.Item):
-    """A check, which has no fixtures to set up or to tear down: it makes one report."""
+    """A check as a test: it has no fixtures, and makes one report."""
 
     def __init__(
         self, *, check: Check, number: int = 0, skip: str = "", deadline: float | None = None, **kwargs: Any
@@ -88,13 +88,13 @@ class CheckItem(pytest.Item):
         self.check, self.number, self.skip, self.deadline = check, number, skip, deadline
 
     def runtest(self) -> None:
-        """Nothing: ``pytest_runtest_protocol`` takes the report."""
+        """Do nothing: ``pytest_runtest_protocol`` runs the check in ``report``."""
 
     def report(self) -> pytest.TestReport:
         start = time.time()
         row, failure = self._result()
-        outcome, said = "skipped", f"{'not claimed: ' * (row['status'] == 'unclaimed')}{row['reason']}"
-        longrepr: Any = (str(self.path), None, f"Skipped: {said}")
+        outcome, reason = "skipped", f"{'not claimed: ' * (row['status'] == 'unclaimed')}{row['reason']}"
+        longrepr: Any = (str(self.path), None, f"Skipped: {reason}")
         if row["status"] == "pass":
             outcome, longrepr = "passed", None
         elif failure is not None:
@@ -117,9 +117,9 @@ class CheckItem(pytest.Item):
     def _result(self) -> tuple[Row, Failure | None]:
         if self.skip:
             return self.check.row("skip", reason=self.skip), None
-        lost = getattr(self.config, "workerinput", {}).get("lost", {})
-        if self.check.backend in lost:
-            return self.check.row("untested", reason=lost[self.check.backend]), None
+        excluded = getattr(self.config, "workerinput", {}).get("lost", {})
+        if self.check.backend in excluded:
+            return self.check.row("untested", reason=excluded[self.check.backend]), None
         if status := _status(self.config):
             status.write_bytes(pickle.dumps((self.number, *self.check.failed(""))))
         with _watched(self.config, self.deadline):
@@ -146,14 +146,14 @@ def loading_limit(options: Any) -> float:
 
 
 def _status(config: pytest.Config) -> Path | None:
-    """Where a worker of ``contrastile verify`` writes what it begins; None in every other process."""
-    given = getattr(config, "workerinput", {})
-    return Path(given[RESULT]) if RESULT in given else None
+    """The file where a worker of ``contrastile verify`` records the check that it begins; None in other processes."""
+    worker_input = getattr(config, "workerinput", {})
+    return Path(worker_input[RESULT]) if RESULT in worker_input else None
 
 
 @contextlib.contextmanager
 def _watched(config: pytest.Config, seconds: float | None) -> Iterator[None]:
-    """Capture what is printed; what takes longer ends a worker, also where it holds the interpreter's lock."""
+    """Capture printed text; end a worker that takes longer, even if it holds the interpreter's lock."""
     capture: Any = config.pluginmanager.getplugin("capturemanager")
     capture.resume_global_capture()
     try:
@@ -169,9 +169,9 @@ def _watched(config: pytest.Config, seconds: float | None) -> Iterator[None]:
 
 
 def _printed(config: pytest.Config) -> str:
-    """What was written to the standard output since the last call, by Python or below it, its beginning in one line."""
+    """The beginning, in one line, of the text that Python or C code printed to stdout since the last call."""
     with contextlib.suppress(ValueError, AttributeError):
-        # a backend may have closed it
+        # a backend may have closed stdout
         sys.stdout.flush()
     if os.name == "posix":
         ctypes.CDLL(None).fflush(None)
@@ -183,7 +183,7 @@ class LossFile(pytest.File):
     """A conftest.py that names losses.
 
     ``contrastile_losses`` is a loss, a list of them, or a mapping of names to them: see ``Loss.of``.
-    ``contrastile_skips``, if there is one, says why tests are skipped, by patterns of their names as of the shell.
+    ``contrastile_skips``, if given, maps shell patterns of test names to the reasons why these tests are skipped.
     """
 
     def __init__(self, *, module: Any, **kwargs: Any) -> None:
@@ -191,20 +191,20 @@ class LossFile(pytest.File):
         self.module = module
 
     def collect(self) -> Iterator[pytest.Item]:
-        """One test for each case and property, and one that is skipped for what is not claimed."""
-        given = self.module.contrastile_losses
+        """One test for each case and property, and a skipped test for each check that the loss does not claim."""
+        attribute = self.module.contrastile_losses
         skips: Mapping[str, str] = getattr(self.module, "contrastile_skips", {})
-        losses = [given] if isinstance(given, str) or callable(given) else given
-        used: set[str] = set()
-        named = losses.items() if isinstance(losses, Mapping) else ((None, loss) for loss in losses)
-        for name, target in named:
+        losses = [attribute] if isinstance(attribute, str) or callable(attribute) else attribute
+        used_patterns: set[str] = set()
+        losses_by_name = losses.items() if isinstance(losses, Mapping) else ((None, loss) for loss in losses)
+        for name, target in losses_by_name:
             loss = Loss.of(target)
-            short = name or loss.name.rpartition(":")[2]
+            short_name = name or loss.name.rpartition(":")[2]
             for check in LossSelection([loss]):
-                test = check.name().replace(loss.name, short, 1)
-                matching = [pattern for pattern in skips if fnmatchcase(test, pattern)]
-                used.update(matching)
-                yield CheckItem.from_parent(self, name=test, check=check, skip=skips[matching[0]] if matching else "")
-        unused = [pattern for pattern in skips if pattern not in used]
+                test = check.name().replace(loss.name, short_name, 1)
+                patterns = [pattern for pattern in skips if fnmatchcase(test, pattern)]
+                used_patterns.update(patterns)
+                yield CheckItem.from_parent(self, name=test, check=check, skip=skips[patterns[0]] if patterns else "")
+        unused = [pattern for pattern in skips if pattern not in used_patterns]
         if unused:
             raise self.CollectError("no test has a name that matches " + ", ".join(unused))

@@ -1,4 +1,4 @@
-"""What belongs to the process, and no call of a backend or a loss may change."""
+"""State of the process, which no call of a backend or a loss may change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def modes() -> dict[str, Any]:
-    """Settings of torch that change what other code computes, by name; none where nobody has imported it."""
+    """Settings of torch, by name, that change the results of other code; empty if torch has not been imported."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
@@ -28,7 +28,7 @@ def modes() -> dict[str, Any]:
 
 
 def advance() -> None:
-    """Move the generators on: one that a call seeds anew must not happen to be where it was."""
+    """Advance the generators, so that a call that seeds one with its initial seed changes its state."""
     random.random()
     np.random.random()
     if "torch" in sys.modules:
@@ -36,9 +36,9 @@ def advance() -> None:
 
 
 def state() -> dict[str, Any]:
-    """What harmless code moves on, or puts back when it is done: random states, threads, what NumPy warns of."""
+    """Random states, threads, warnings and more, by name: a whole check may change them, but no single call."""
     numbers: Any = np.random.get_state()
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "Python's random state": random.getstate(),
         "NumPy's random state": (numbers[1].tobytes(), *numbers[2:]),
         "numpy.errstate": tuple(np.geterr().items()),
@@ -49,13 +49,13 @@ def state() -> dict[str, Any]:
     }
     torch = sys.modules.get("torch")
     if torch is not None:
-        found["torch's random state"] = torch.get_rng_state().numpy().tobytes()
-        found["torch's number of threads"] = torch.get_num_threads()
-        found["torch's autocast"] = torch.is_autocast_enabled("cpu")
-    return found
+        values["torch's random state"] = torch.get_rng_state().numpy().tobytes()
+        values["torch's number of threads"] = torch.get_num_threads()
+        values["torch's autocast"] = torch.is_autocast_enabled("cpu")
+    return values
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    """The first of what there was before that is another now, in words."""
+    """A sentence that names the first changed value; None if nothing has changed."""
     name = next((name for name, value in before.items() if value != after[name]), None)
     return None if name is None else f"{name} was changed"

@@ -1,4 +1,4 @@
-"""Columns renumbered, and outcomes folded or multiplied."""
+"""Renumbers columns, and folds or scales outcomes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def sizes(problem: Problem) -> list[int]:
 
 
 def redirected(pointers: Any, columns: IntArray) -> Any:
-    """Column numbers, where column ``columns[j]`` is now column j; what points at no column still does."""
+    """Column numbers after column ``columns[j]`` becomes column j; a number of no column stays as it is."""
     if pointers is None:
         return None
     place = np.argsort(columns)
-    inside = (pointers >= 0) & (pointers < len(place))
-    moved = pointers.copy()
-    moved[inside] = place[pointers[inside]]
-    return moved
+    is_column = (pointers >= 0) & (pointers < len(place))
+    result = pointers.copy()
+    result[is_column] = place[pointers[is_column]]
+    return result
 
 
 def is_symmetric(problem: Problem) -> bool:
-    """Whether a problem of one direction compares rows with themselves, by the same pairs either way round."""
+    """Whether a problem of one direction compares rows with themselves, with symmetric masks of pairs."""
     if problem.column_weight is not None or problem.kind == "sigmoid" or len(problem.columns) != 1:
         return False
     if problem.excluded is not None and not np.array_equal(problem.excluded, np.arange(len(problem.rows))):
@@ -42,19 +42,19 @@ def is_symmetric(problem: Problem) -> bool:
 
 
 def folded(outcome: Outcome) -> Outcome:
-    """The same of features that are rows and columns at once: their gradient is the sum of both."""
+    """The outcome for features that are both rows and columns: their gradient is the sum of both gradients."""
     return replace(outcome, rows=outcome.rows + outcome.columns[0], columns=())
 
 
-def scaled(outcome: Outcome, by: float, names: Sequence[str]) -> Outcome:
+def scaled(outcome: Outcome, factor: float, names: Sequence[str]) -> Outcome:
     """The outcome with the named fields multiplied by a number."""
 
-    def times(x: Any) -> Any:
-        return None if x is None else tuple(map(times, x)) if isinstance(x, tuple) else by * x
+    def scale(x: Any) -> Any:
+        return None if x is None else tuple(map(scale, x)) if isinstance(x, tuple) else factor * x
 
-    return replace(outcome, **{name: times(getattr(outcome, name)) for name in names})
+    return replace(outcome, **{name: scale(getattr(outcome, name)) for name in names})
 
 
 def take(x: Any, where: Any) -> Any:
-    """Some elements of a vector, if there is one."""
+    """Elements of a vector; None if the vector is None."""
     return None if x is None else x[where]

@@ -26,7 +26,7 @@ def round_to(x: npt.ArrayLike, dtype: str) -> FloatArray:
         float64 array of x's shape.
 
     Raises:
-        ValueError: dtype is another one.
+        ValueError: dtype is none of these.
     """
     if dtype not in UNIT:
         raise ValueError(f"dtype must be one of {', '.join(UNIT)}, got {dtype!r}")
@@ -38,15 +38,15 @@ def round_to(x: npt.ArrayLike, dtype: str) -> FloatArray:
 
 
 def _bfloat16(x: FloatArray) -> FloatArray:
-    """Straight from float64: a stop at float32 would round twice."""
+    """Round directly from float64: a step to float32 in between would round twice."""
     bits = x.view(np.uint64)
     dropped = np.uint64(52 - 7)
     odd = (bits >> dropped) & np.uint64(1)
-    half = (np.uint64(1) << (dropped - np.uint64(1))) - np.uint64(1)
-    normal = (((bits + half + odd) >> dropped) << dropped).view(np.float64)
+    below_half = (np.uint64(1) << (dropped - np.uint64(1))) - np.uint64(1)
+    normal = (((bits + below_half + odd) >> dropped) << dropped).view(np.float64)
     with np.errstate(invalid="ignore"):
         normal = np.where(np.abs(normal) >= 2.0**128, np.copysign(np.inf, x), normal)
-        # below 2^-126 the spacing no longer shrinks; rint is to even, and the powers of two are exact
-        small = np.abs(x) < 2.0**-126
-        subnormal = np.rint(np.where(small, x, 0.0) * 2.0**133) * 2.0**-133
-    return np.where(np.isfinite(x), np.where(small, subnormal, normal), x)
+        # below 2^-126 the spacing is constant; rint rounds ties to even, and products with powers of two are exact
+        is_subnormal = np.abs(x) < 2.0**-126
+        subnormal = np.rint(np.where(is_subnormal, x, 0.0) * 2.0**133) * 2.0**-133
+    return np.where(np.isfinite(x), np.where(is_subnormal, subnormal, normal), x)

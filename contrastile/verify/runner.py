@@ -19,7 +19,7 @@ from contrastile.verify.facts import FactsError
 from contrastile.verify.trial import SkipError
 
 UNCLAIMED = "unclaimed"
-"""The status of what is not tested because a loss does not claim it."""
+"""The status of a check that is not run because the loss does not claim it."""
 
 
 class Row(TypedDict):
@@ -27,9 +27,9 @@ class Row(TypedDict):
 
     ``status`` is "pass", "fail", "skip" (the property does not apply to this case, or the backend does not claim this
     dtype or device: then one row, of property and case "all"), "refused" (the backend refused a problem of a dtype and
-    device that it claims), "untested", or of a loss ``UNCLAIMED``. ``ratio`` is max error / bound; inf where it is
-    wrong by any bound, None where nothing was compared; ``excess`` the same without the rounding of the stored result:
-    see ``comparison.Worst.beyond``. ``points`` are the measurements of "growth".
+    device that it claims), "untested", or, for a loss, ``UNCLAIMED``. ``ratio`` is max error / bound; inf where no
+    bound allows the result, None where nothing was compared. ``excess`` is the ratio without the rounding of the stored
+    result: see ``comparison.Worst.beyond``. ``points`` are the measurements of "growth".
     """
 
     backend: str
@@ -60,11 +60,11 @@ class Check:
     """One check, which yields one row.
 
     Attributes:
-        backend: its name, or a loss's; and the names of the property and of the case.
-        dtype: of the features, and how they are multiplied.
-        compare: makes the comparisons; None for what a loss does not claim, and then ``reason`` says what that is.
-        given: the options that select it; None for those left out.
-        launch: the words that start the program on a world of so many ranks.
+        backend: name of the backend, or of the loss.
+        dtype: of the features, with the precision of products: ``Subject.label``.
+        compare: makes the comparisons; None if the loss does not claim the case: ``reason`` then names the claim.
+        given: the options that select the check; None for an option that is left out.
+        launch: the words that start the program on ``world`` ranks.
     """
 
     backend: str
@@ -79,14 +79,14 @@ class Check:
     launch: Sequence[str] = ("contrastile",)
 
     def name(self) -> str:
-        """Backend, case, property and dtype in one."""
-        words = [self.backend, self.case, self.property, self.dtype.replace("/", "-")]
-        return "/".join([*words, *([f"{self.world}-ranks"] if self.world > 1 else [])])
+        """The check's name: backend, case, property and dtype."""
+        parts = [self.backend, self.case, self.property, self.dtype.replace("/", "-")]
+        return "/".join([*parts, *([f"{self.world}-ranks"] if self.world > 1 else [])])
 
     def command(self, case: str) -> str:
-        """The command that makes it again, on a case."""
-        of_a_case = {} if case == "all" else {"case": case}
-        return shlex.join([*self.launch, "verify", *words({**self.given, **of_a_case})])
+        """The command that reruns the check on a case."""
+        case_option = {} if case == "all" else {"case": case}
+        return shlex.join([*self.launch, "verify", *words({**self.given, **case_option})])
 
     def row(self, status: str, ratio: float | None = None, reason: str = "", excess: float | None = None) -> Row:
         return Row(
@@ -103,65 +103,65 @@ class Check:
         )
 
     def failed(self, reason: str) -> tuple[Row, Failure]:
-        """What there is to report where the check did not return."""
+        """The row and failure of a check that did not return."""
         row = self.row("fail", math.inf, reason, math.inf)
         return row, Failure(row, wrong(reason), "", self.command(self.case))
 
     def run(self, printed: Callable[[], str] = str) -> tuple[Row, Failure | None]:
-        """Make the comparisons, and take the worst of them.
+        """Make the comparisons, and report the worst.
 
-        A backend that prints meanwhile, which ``printed`` returns, or changes the process's modes, has failed; so has
-        one that raises. If the property skips after some comparisons, they decide; if the backend refuses a problem
-        after some comparisons, only a failure among them does.
+        The check fails if the backend raises, prints (``printed`` returns the text), or changes the process's modes.
+        If the property skips after some comparisons, these decide; if the backend refuses a problem after some
+        comparisons, the check is refused unless one of them failed.
         """
         if self.compare is None:
             return self.row(UNCLAIMED, reason=self.reason), None
-        before, points = process.modes(), list[Point]()
-        status, said, label, worst, excess = "untested", "the property compared nothing", "", NOTHING, 0.0
+        modes_before, points = process.modes(), list[Point]()
+        status, reason, label, worst, excess = "untested", "the property compared nothing", "", NOTHING, 0.0
         try:
             # a backend may warn, and the oracle warns of NaN
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore", RuntimeWarning)
-                for name, found in self.compare():
-                    points += [] if found.point is None else [found.point]
-                    ratio = math.inf if math.isnan(found.ratio) else found.ratio
-                    excess = max(excess, ratio if math.isnan(found.excess) else found.excess)
+                for name, comparison in self.compare():
+                    points += [] if comparison.point is None else [comparison.point]
+                    ratio = math.inf if math.isnan(comparison.ratio) else comparison.ratio
+                    excess = max(excess, ratio if math.isnan(comparison.excess) else comparison.excess)
                     if status == "untested" or ratio > worst.ratio:
-                        status, said, label, worst = "pass" if ratio < 1 else "fail", "", name, found
-        except SkipError as reason:
+                        status, reason, label, worst = "pass" if ratio < 1 else "fail", "", name, comparison
+        except SkipError as error:
             if status == "untested":
-                status, said = "skip", str(reason)
-        except UnsupportedProblemError as reason:
+                status, reason = "skip", str(error)
+        except UnsupportedProblemError as error:
             if status != "fail":
-                status, said = "refused", str(reason)
+                status, reason = "refused", str(error)
         except FactsError as error:
             status, label, worst = "fail", "", wrong(str(error))
         except (Exception, SystemExit) as error:
             status, label, worst = "fail", "", wrong(f"raised {one_line(error)}")
-        changed, text = process.changed(before, process.modes()), printed()
-        wrongs = ([] if changed is None else [changed]) + ([f"printed to stdout: {text!r}"] if text else [])
-        if wrongs and status != "fail":
-            status, label, worst = "fail", "", wrong(wrongs[0])
+        changed, output = process.changed(modes_before, process.modes()), printed()
+        faults = ([] if changed is None else [changed]) + ([f"printed to stdout: {output!r}"] if output else [])
+        if faults and status != "fail":
+            status, label, worst = "fail", "", wrong(faults[0])
         if status == "fail":
-            # a problem that was drawn is a case of its own
-            drawn = label.startswith(f"{self.case.partition(':')[0]}:")
-            words = ": ".join(filter(None, (label, str(worst))))
-            row = self.row("fail", worst.ratio, words, max(excess, worst.excess))
-            return row, Failure(row, worst, label, self.command(label if drawn else self.case))
-        row = self.row(status, worst.ratio, "", excess) if status == "pass" else self.row(status, reason=said)
+            # a drawn problem is a case of its own, which its label names
+            is_drawn = label.startswith(f"{self.case.partition(':')[0]}:")
+            message = ": ".join(filter(None, (label, str(worst))))
+            row = self.row("fail", worst.ratio, message, max(excess, worst.excess))
+            return row, Failure(row, worst, label, self.command(label if is_drawn else self.case))
+        row = self.row(status, worst.ratio, "", excess) if status == "pass" else self.row(status, reason=reason)
         if points and status == "pass":
             row["points"] = points
         return row, None
 
 
 def words(given: Mapping[str, Any]) -> list[str]:
-    """Options as a command line has them; those that are None or False are left out."""
-    found = []
+    """Options as words of a command line; options that are None or False are left out."""
+    arguments = []
     for name, value in given.items():
         if value is not None and value is not False:
             values = value if isinstance(value, list) else [value] * (value is not True)
-            found += [f"--{name.replace('_', '-')}", *map(str, values)]
-    return found
+            arguments += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return arguments
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
-"""N, P and D, and the gradients of losses of them that nobody has: of every case, by the public ``statistics`` too.
+"""N, P and D, and the gradients of arbitrary losses of them: on every case, and by the public ``statistics``.
 
-A loss of the statistics is known to a backend by its bars alone (``contract.Bars``): what is right for any bars is
-right for any such loss.
+A backend knows a loss of the statistics only by its bars (``contract.Bars``), the derivatives by N, P and D. So a
+backend that is right for random bars is right for any such loss.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from contrastile.verify.truth import Outcome, truth
 from contrastile.verify.worlds import judged
 
 _IN_BLOCKS = "limits", "ids-drop", "labels"
-"""Columns of their own, and rows against themselves: they are cut in their own ways."""
+"""Cases to compute in blocks too: rows against columns, and rows against themselves, are cut differently."""
 
 _OF_RANKS = ("ragged", "square-ragged", "ids-drop", "ids-target@far", "labels", "limits", "guide")
 
 
 def stated(problem: Problem) -> Problem:
-    """The statistics of a problem's rows and columns, all of which count; of rows against themselves, of the rows.
+    """The problem of the statistics of all rows and columns; of rows against themselves, of all rows.
 
-    A positive that is no column is none, and other rows leave no column out.
+    Positives of no column become -1; excluded columns stay only for rows against themselves.
     """
-    m, n, at = len(problem.rows), sum(map(len, problem.columns)), problem.positives
-    itself = problem.excluded is not None and at is None and is_symmetric(problem)
-    positives = None if at is None else np.where((at >= 0) & (at < n), at, -1)
+    m, n, j = len(problem.rows), sum(map(len, problem.columns)), problem.positives
+    itself = problem.excluded is not None and j is None and is_symmetric(problem)
+    positives = None if j is None else np.where((j >= 0) & (j < n), j, -1)
     bare = replace(problem, kind="statistics", positives=positives, excluded=problem.excluded if itself else None)
     return targeted(bare, np.ones(m), None if itself else np.ones(n))
 
@@ -55,23 +55,23 @@ def bars(trial: Trial) -> Comparisons:
         raise SkipError("the sigmoid loss has no statistics")
     trial.only_finite()
     subject, problem, random = trial.subject, replace(trial.problem, kind="statistics"), trial.random()
-    forms = {"gradients": replace(subject, backend=replace(subject.backend, finished=None, finished_columns=None))}
+    subjects = {"gradients": replace(subject, backend=replace(subject.backend, finished=None, finished_columns=None))}
     if subject.backend.finished is not None:
-        forms["finished"] = subject
+        subjects["finished"] = subject
     if trial.keeps and subject.keep is None:
-        forms["keep 64"] = replace(subject, keep=64)
-    for label, by_spread in (("drawn", 1.0), ("without D", 0.0)):
-        drawn = _drawn(random, problem)
-        drawn[2] *= by_spread
+        subjects["keep 64"] = replace(subject, keep=64)
+    for label, factor_of_d in (("drawn", 1.0), ("without D", 0.0)):
+        drawn = _draw_bars(random, problem)
+        drawn[2] *= factor_of_d
         oracle = truth(problem, drawn)
         bound = subject.bounds(problem, oracle, drawn)
-        for form, each in forms.items():
-            got = each.run(problem, upstream=drawn)
-            yield f"{label}, {form}", compare(got, oracle.outcome, bound, ("loss", *GRADIENT))
+        for name, form in subjects.items():
+            outcome = form.run(problem, upstream=drawn)
+            yield f"{label}, {name}", compare(outcome, oracle.outcome, bound, ("loss", *GRADIENT))
 
 
-def _drawn(random: np.random.Generator, problem: Problem) -> FloatArray:
-    """Bars of three orders of magnitude, some of them 0: of a mean, whose gradients no dtype is too narrow for."""
+def _draw_bars(random: np.random.Generator, problem: Problem) -> FloatArray:
+    """Bars of three orders of magnitude, some of them 0, of a mean, so that narrow dtypes can hold the gradients."""
     sizes = [len(x) for x in (problem.row_weight, problem.column_weight) if x is not None]
     shape, size = (3, sum(sizes)), np.repeat(sizes, sizes)
     kept = random.random(shape) < 0.8
@@ -81,19 +81,19 @@ def _drawn(random: np.random.Generator, problem: Problem) -> FloatArray:
 def _expected(
     problem: Problem, subject: Subject, spread: Spread | None = None
 ) -> tuple[FloatArray, Callable[[Outcome], Worst]]:
-    """The bars of a loss, and what compares its outcome with what is right."""
-    drawn = _drawn(np.random.default_rng(7), problem)
+    """The bars of a loss, and a function that compares its outcome with the oracle's."""
+    drawn = _draw_bars(np.random.default_rng(7), problem)
     n, p, _ = truth(problem, drawn).outcome.loss
-    # of what is -inf there is no loss
+    # a statistic of -inf must not enter the loss
     drawn *= np.isfinite([n, p, p])
-    exact = truth(problem, drawn)
-    bound = bounds(problem, exact, subject.accuracy, subject.dtype, drawn, subject.options, spread)
-    right, most = (x if problem.excluded is None else folded(x) for x in (exact.outcome, bound))
-    return drawn, lambda got: compare(got, right, most, ("loss", *(GRADIENT[:3] if got.rows is not None else ())))
+    oracle = truth(problem, drawn)
+    bound = bounds(problem, oracle, subject.accuracy, subject.dtype, drawn, subject.options, spread)
+    expected, limit = (x if problem.excluded is None else folded(x) for x in (oracle.outcome, bound))
+    return drawn, lambda x: compare(x, expected, limit, ("loss", *(GRADIENT[:3] if x.rows is not None else ())))
 
 
-def _called(problem: Problem, bars: FloatArray, subject: Subject, **settings: Any) -> Outcome:
-    """The statistics of a problem by the public function, and where there is autograd the gradients of their loss."""
+def _public_outcome(problem: Problem, bars: FloatArray, subject: Subject, **settings: Any) -> Outcome:
+    """The statistics by the public function, and with autograd the gradients of the loss with these bars."""
     arrays, settings = subject.backend.arrays, {"backend": subject.name, **subject.settings, **settings}
     put = putter(arrays, subject.device)
     itself = problem.excluded is not None
@@ -112,19 +112,19 @@ def _called(problem: Problem, bars: FloatArray, subject: Subject, **settings: An
     if problem.match == "target":
         keywords["ids_are"] = "positives"
     keywords |= {} if itself else {"negatives": columns[1:]}
-    found: Any = losses.statistics(rows, None if itself else columns[0], scale, **keywords, **settings)
-    found = found[: 2 - itself]
-    value = np.concatenate([[arrays.to_numpy(x) for x in side] for side in found], axis=1)
+    sides: Any = losses.statistics(rows, None if itself else columns[0], scale, **keywords, **settings)
+    sides = sides[: 2 - itself]
+    value = np.concatenate([[arrays.to_numpy(x) for x in side] for side in sides], axis=1)
     gradients: Any = (None, (), None)
     if by_autograd:
         import torch
 
-        given = put(bars, "float64")
+        weights = put(bars, "float64")
         # a bar of 0 times -inf would be NaN
-        total = torch.where(given == 0, 0.0, torch.cat([torch.stack(tuple(side)) for side in found], 1)) * given
+        total = torch.where(weights == 0, 0.0, torch.cat([torch.stack(tuple(side)) for side in sides], 1)) * weights
         total.sum().backward()
-        of_rows, *of_columns, of_scale = (float64(arrays.to_numpy(x.grad)) for x in (*leaves, scale))
-        gradients = of_rows, tuple(of_columns), of_scale
+        d_rows, *d_columns, d_scale = (float64(arrays.to_numpy(x.grad)) for x in (*leaves, scale))
+        gradients = d_rows, tuple(d_columns), d_scale
     return Outcome(float64(value), *gradients)
 
 
@@ -136,10 +136,10 @@ def public_statistics(trial: Trial) -> Comparisons:
         raise SkipError("the public function has rows, and no bias")
     trial.only_finite()
     problem = stated(problem)
-    drawn, compared = _expected(problem, subject)
-    ways: list[dict[str, Any]] = [{}, *[{"tile": 9}, {"block": 9}] * (trial.case in _IN_BLOCKS)]
-    for way in ways[: 3 if subject.backend.arrays.name == "torch" else 2]:
-        yield ", ".join(f"{name} of 9" for name in way), compared(_called(problem, drawn, subject, **way))
+    drawn, worst_of = _expected(problem, subject)
+    calls: list[dict[str, Any]] = [{}, *[{"tile": 9}, {"block": 9}] * (trial.case in _IN_BLOCKS)]
+    for kwargs in calls[: 3 if subject.backend.arrays.name == "torch" else 2]:
+        yield ", ".join(f"{name} of 9" for name in kwargs), worst_of(_public_outcome(problem, drawn, subject, **kwargs))
 
 
 def over_ranks(subject: Subject, case: str) -> Comparisons:
@@ -147,38 +147,38 @@ def over_ranks(subject: Subject, case: str) -> Comparisons:
     world = subject.ranks
     weights = [(2 * r + 3) % 5 for r in range(world.size)]
     by_autograd = not (subject.device == "cuda" and world.can_be_late and world.size > 1)
-    for kind in _OF_RANKS:
-        problem, backend = stated(cases.build(kind, subject.dtype)), subject.backend
-        taken = backend.limits if problem.row_guide is None else subject.dtype in backend.guides
-        if problem.row_limits is not None and not taken:
+    for name in _OF_RANKS:
+        problem, backend = stated(cases.build(name, subject.dtype)), subject.backend
+        is_supported = backend.limits if problem.row_guide is None else subject.dtype in backend.guides
+        if problem.row_limits is not None and not is_supported:
             continue
         m, n = len(problem.rows), len(problem.columns[0])
-        for turn, exchange in enumerate(SCHEDULES):
+        for k, exchange in enumerate(SCHEDULES):
             rows = shares(m, weights)
-            over = rows if m == n else shares(n, weights[::-1])
-            how = {"exchange": exchange, "parameter_reduction": ("mean", "sum")[turn % 2], "by_autograd": by_autograd}
-            yield f"{kind}, {exchange}", _of_ranks(problem, subject, rows, over, how)
+            columns = rows if m == n else shares(n, weights[::-1])
+            kwargs = {"exchange": exchange, "parameter_reduction": ("mean", "sum")[k % 2], "by_autograd": by_autograd}
+            yield f"{name}, {exchange}", _of_ranks(problem, subject, rows, columns, kwargs)
 
 
 def _of_ranks(
-    problem: Problem, subject: Subject, rows: Sequence[int], over: Sequence[int], how: dict[str, Any]
+    problem: Problem, subject: Subject, rows: Sequence[int], columns: Sequence[int], kwargs: dict[str, Any]
 ) -> Worst:
-    m, cut = len(problem.rows), Cut(problem, Shards(tuple(rows), tuple((size,) for size in over)))
-    drawn, compared = _expected(problem, subject, cut.spread(how["exchange"], subject.ranks.hosts))
+    m, cut = len(problem.rows), Cut(problem, Shards(tuple(rows), tuple((size,) for size in columns)))
+    drawn, worst_of = _expected(problem, subject, cut.spread(kwargs["exchange"], subject.ranks.hosts))
 
     def program(communicator: Communicator) -> Outcome:
         rank = communicator.rank
-        places = np.arange(m)[cut.rows(rank)], m + np.arange(sum(over))[cut.columns(rank, 0)]
+        places = np.arange(m)[cut.rows(rank)], m + np.arange(sum(columns))[cut.columns(rank, 0)]
         own = np.concatenate(places[: 1 + (problem.column_weight is not None)])
-        return _called(cut.part(rank), drawn[:, own], subject, group=communicator, **how)
+        return _public_outcome(cut.part(rank), drawn[:, own], subject, group=communicator, **kwargs)
 
     parts = subject.ranks.run(program)
 
     def judge() -> Worst:
-        each = [np.split(x.loss, [size], axis=1) for x, size in zip(parts, rows, strict=True)]
-        value = np.concatenate([x for side in zip(*each, strict=True) for x in side], axis=1)
-        # each rank's own
+        values = [np.split(x.loss, [size], axis=1) for x, size in zip(parts, rows, strict=True)]
+        value = np.concatenate([x for side in zip(*values, strict=True) for x in side], axis=1)
+        # each rank has the gradient of its own part
         scale: Any = None if parts[0].scale is None else float64(sum(part.scale for part in parts))
-        return compared(replace(cut.joined(parts, 1.0), loss=value, scale=scale))
+        return worst_of(replace(cut.joined(parts, 1.0), loss=value, scale=scale))
 
     return judged(subject.ranks, judge)

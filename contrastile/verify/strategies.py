@@ -1,6 +1,6 @@
-"""Problems drawn at random: ragged, hot, signed, masked, split, of one direction or two, rows with themselves.
+"""Random problems: ragged, hot, signed, masked, split, of one direction or two, rows against themselves.
 
-A problem has a number. The first are the smallest: hypothesis draws numbers, and shrinks one that fails.
+Each problem has a number, and smaller numbers have smaller problems: hypothesis draws numbers, and shrinks a failure.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 
 CASE = "drawn"
 REFUSED_SHARE = 0.25
-"""A backend that refuses a larger share of the problems of a dtype that it claims is not verified."""
+"""A backend that refuses a larger share of problems in a dtype that it claims is not verified."""
 NOISIER_DRAWN = 5.0
-"""As ``plain.NOISIER``, of drawn problems on a host: of tens of thousands some meet with a lucky plain computation."""
+"""``plain.NOISIER`` for drawn problems on a host: for a few of tens of thousands the plain computation is lucky."""
 SCALES = (1.0, 0.0, 14.0, 100.0, 200.0, -3.0)
-_LEAST = 3
-"""Most rows and columns of the first problem; of each later one there may be one more."""
+_FIRST_SIZE = 3
+"""The most rows and columns of the first problem; each later problem may have one more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A problem, and how it is to be computed.
+    """A problem, and the options to compute it with.
 
     Attributes:
         problem: features are representable in their dtype, every other number in float32.
-        itself: whether the rows alone are to be given, which are the columns.
-        random: what more is to be drawn for it comes from here.
+        itself: whether the backend receives only the rows, which are the columns too.
+        random: the generator for further random numbers of this problem.
     """
 
     problem: Problem
@@ -63,17 +63,17 @@ def drawn(subject: Subject, case: str) -> Comparisons:
 
     A case "drawn:17" is that problem alone.
     """
-    yield from searched(subject, case, lambda each: _compare(each, subject), _shrink)
+    yield from searched(subject, case, lambda sample: _compare(sample, subject), _shrink)
 
 
 def _shrink(fails: Callable[[int], bool], subject: Subject) -> None:
-    """Draw numbers by hypothesis up to one that fails, and then ever smaller ones."""
+    """Let hypothesis draw numbers until one fails, and then shrink that number."""
     import hypothesis
     from hypothesis.errors import Flaky, NoSuchExample
     from hypothesis.strategies import integers
 
     settings = hypothesis.settings(max_examples=subject.examples, deadline=None, database=None)
-    # a failure that passes when it is run again counts all the same
+    # a failure that passes when it is repeated is still a failure
     with suppress(NoSuchExample, Flaky):
         hypothesis.find(integers(0, 2**31), fails, settings=settings, random=Random(subject.seed))
 
@@ -82,7 +82,7 @@ def numbered(case: str) -> int:
     """The number of the problem that a case "drawn:17" names.
 
     Raises:
-        ValueError: it names none.
+        ValueError: the case names no number.
     """
     name, _, number = case.partition(":")
     if not number.isdecimal():
@@ -90,8 +90,8 @@ def numbered(case: str) -> int:
     return int(number)
 
 
-def _first(fails: Callable[[int], bool], subject: Subject) -> None:
-    """Take one number after another, up to the first that fails."""
+def _search_in_order(fails: Callable[[int], bool], subject: Subject) -> None:
+    """Take numbers in order, up to the first that fails."""
     any(map(fails, range(subject.examples)))
 
 
@@ -99,15 +99,15 @@ def searched(
     subject: Subject,
     case: str,
     judge: Callable[[Drawn], Worst],
-    search: Callable[[Callable[[int], bool], Subject], None] = _first,
+    search: Callable[[Callable[[int], bool], Subject], None] = _search_in_order,
 ) -> Comparisons:
-    """Judge problems: the one that the case names, or those that the search takes; of failures the last is told.
+    """Judge the problem that the case names, or the problems of the search; yield the last failure, else all results.
 
     Raises:
         UnsupportedProblemError: nothing failed, and the backend refused too many of the problems.
     """
-    name, one, _ = case.partition(":")
-    found: list[tuple[str, Worst]] = []
+    name, number_of_case, _ = case.partition(":")
+    results: list[tuple[str, Worst]] = []
     refusals: list[str] = []
 
     def fails(number: int) -> bool:
@@ -118,17 +118,17 @@ def searched(
             return False
         except Exception as error:
             worst = wrong(one_line(error))
-        found.append((f"{name}:{number}", worst))
+        results.append((f"{name}:{number}", worst))
         return not worst.ratio < 1
 
-    if one:
+    if number_of_case:
         fails(numbered(case))
     else:
         search(fails, subject)
-    failed = [each for each in found if not each[1].ratio < 1]
-    yield from failed[-1:] or found
-    count = len(found) + len(refusals)
-    if not failed and len(refusals) > REFUSED_SHARE * count:
+    failures = [result for result in results if not result[1].ratio < 1]
+    yield from failures[-1:] or results
+    count = len(results) + len(refusals)
+    if not failures and len(refusals) > REFUSED_SHARE * count:
         raise UnsupportedProblemError(f"{len(refusals)} of {count} drawn problems refused, the last: {refusals[-1]}")
 
 
@@ -138,10 +138,10 @@ def problem(seed: int, number: int, dtype: str) -> Drawn:
     As the contract requires, a target is 1 / positives or 0, and a row or column that admits nothing has weight 0.
     """
     random = np.random.default_rng([seed, number])
-    most = _LEAST + number
+    largest_size = _FIRST_SIZE + number
     kind = "sigmoid" if random.random() < 1 / 3 else "softmax"
     itself = kind == "softmax" and random.random() < 0.2
-    m, n = int(random.integers(0, min(41, most) + 1)), int(random.integers(1, min(53, most) + 1))
+    m, n = int(random.integers(0, min(41, largest_size) + 1)), int(random.integers(1, min(53, largest_size) + 1))
     d = int(random.integers(1, 38) if random.random() < 0.8 else random.choice([72, 128, 136, 200]))
     log_uniform = np.exp(random.uniform(-5.0, 5.0))
     scale, bias = random.choice([*SCALES, log_uniform]), random.choice([0.0, -10.0, 2.5, 20.0])
@@ -151,14 +151,14 @@ def problem(seed: int, number: int, dtype: str) -> Drawn:
         "column_ids": random.integers(0, max(2, n // 3), n),
         "match": "target",
     }
-    at_random = np.where(random.random(m) < 0.8, random.integers(0, max(1, n), m), n + 3)
+    random_positives = np.where(random.random(m) < 0.8, random.integers(0, max(1, n), m), n + 3)
     if itself:
-        n, columns, labels["column_ids"], at_random = m, rows, labels["row_ids"], _partners(m, random)
-    pairs: list[dict[str, Any]] = [
+        n, columns, labels["column_ids"], random_positives = m, rows, labels["row_ids"], _partners(m, random)
+    pair_arguments: list[dict[str, Any]] = [
         {"positives": np.arange(m)},
-        {"positives": at_random},
+        {"positives": random_positives},
         {},
-        {**labels, "positives": at_random, "match": "drop"},
+        {**labels, "positives": random_positives, "match": "drop"},
         labels,
         {**labels, "excluded": np.arange(m)},
     ]
@@ -171,7 +171,7 @@ def problem(seed: int, number: int, dtype: str) -> Drawn:
         bias=round_to(bias, "float32") if kind == "sigmoid" or bias else None,
         row_weight=np.zeros(m),
         row_target=np.zeros(m),
-        **pairs[random.integers(0, len(pairs))],
+        **pair_arguments[random.integers(0, len(pair_arguments))],
     )
     two_sided = kind == "softmax" and not itself and random.random() < 0.5
     if kind == "softmax" and not itself and random.random() < 0.2:
@@ -180,22 +180,22 @@ def problem(seed: int, number: int, dtype: str) -> Drawn:
     admitted, positive = masks(bare)
     x = logits(rows, columns, bare.scale, 0.0 if bare.bias is None else float(bare.bias))
     x = similarities(bare, x)
-    seen = within(admitted, positive, x, bare.row_limits), within(admitted.T, positive.T, x.T, bare.column_limits)
-    counted = [np.asarray(each.any(axis=1)) for each in seen]
-    signed = random.random() < 0.5
+    counted = within(admitted, positive, x, bare.row_limits), within(admitted.T, positive.T, x.T, bare.column_limits)
+    has_pairs = [np.asarray(mask.any(axis=1)) for mask in counted]
+    is_signed = random.random() < 0.5
 
-    def weight(size: int, counts: BoolArray) -> FloatArray:
-        each = random.standard_normal(size) * (random.random(size) < 0.75)
-        each = each if signed else np.full(size, 1 / max(size, 1))
-        return np.where(counts, each, 0.0)
+    def draw_weight(size: int, is_counted: BoolArray) -> FloatArray:
+        mask = random.standard_normal(size) * (random.random(size) < 0.75)
+        mask = mask if is_signed else np.full(size, 1 / max(size, 1))
+        return np.where(is_counted, mask, 0.0)
 
-    whole = targeted(bare, weight(m, counted[0]), weight(n, counted[1]) if two_sided else None)
+    weighted = targeted(bare, draw_weight(m, has_pairs[0]), draw_weight(n, has_pairs[1]) if two_sided else None)
     tile = (int(random.integers(1, 20)), int(random.integers(1, 20))) if random.random() < 0.5 else None
-    return Drawn(whole, itself, Options(tile=tile), random)
+    return Drawn(weighted, itself, Options(tile=tile), random)
 
 
 def _partners(m: int, random: Draw) -> IntArray:
-    """Positives that name each other; of an odd number one row names itself."""
+    """Positives in pairs of rows that name each other; if m is odd, one row names itself."""
     order, partner = random.permutation(m), np.arange(m)
     first, second = order[0 : m - 1 : 2], order[1::2]
     partner[first], partner[second] = second, first
@@ -210,24 +210,24 @@ def _features(random: Draw, m: int, n: int, d: int) -> Pairs:
     rows, columns = (random.standard_normal((size, d)) for size in (m, n))
     if kind == "few":
         directions = random.standard_normal((random.integers(1, 7), d))
-        signed = np.concatenate([directions, directions, -directions])
-        rows, columns = (signed[random.integers(0, len(signed), size)] for size in (m, n))
+        signed_directions = np.concatenate([directions, directions, -directions])
+        rows, columns = (signed_directions[random.integers(0, len(signed_directions), size)] for size in (m, n))
     if kind == "trained":
         rows = columns[np.arange(m) % n] + 0.1 * rows
     rows, columns = (float64(x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-3)) for x in (rows, columns))
     return rows, columns
 
 
-def _compare(each: Drawn, subject: Subject) -> Worst:
-    oracle = truth(each.problem)
-    bound = subject.bounds(each.problem, oracle, options=each.options)
-    given, view = each.problem, as_it_is
-    if each.itself:
-        given, view = replace(each.problem, columns=()), rearrange.folded
-    got = subject.run(given, options=each.options)
-    worst = compare(got, view(oracle.outcome), view(bound))
-    # where G is rounded to 16 bits, errors of features that are drawn twice add up
+def _compare(sample: Drawn, subject: Subject) -> Worst:
+    oracle = truth(sample.problem)
+    bound = subject.bounds(sample.problem, oracle, options=sample.options)
+    input_problem, view = sample.problem, as_it_is
+    if sample.itself:
+        input_problem, view = replace(sample.problem, columns=()), rearrange.folded
+    outcome = subject.run(input_problem, options=sample.options)
+    worst = compare(outcome, view(oracle.outcome), view(bound))
+    # not where G is rounded to 16 bits: errors of repeated features add up
     if subject.device == "cpu" and subject.dtype != "float64" and subject.accuracy.gradient_rounding == 0:
-        how = subject.accuracy, subject.dtype, NOISIER_DRAWN, view
-        worst = max(worst, compare_with_plain(each.problem, oracle, got, *how), key=lambda each: each.ratio)
+        settings = subject.accuracy, subject.dtype, NOISIER_DRAWN, view
+        worst = max(worst, compare_with_plain(sample.problem, oracle, outcome, *settings), key=lambda x: x.ratio)
     return worst

@@ -17,14 +17,14 @@ from contrastile.comm.inprocess import InProcessGroup
 T = TypeVar("T")
 
 LARGEST = 8
-"""Ranks of one process, at most."""
+"""The most ranks of one process."""
 
 PER_HOST = 2
-"""Ranks of one process that stand for those of a host, where nobody says how many."""
+"""The default number of ranks per simulated host, for ranks of one process."""
 
 
 def simulated(ranks: int, per_host: int) -> Hosts:
-    """Hosts of so many ranks each, and of what is left; of an even number of ranks they have them in turn."""
+    """Hosts of ``per_host`` ranks each, and one of the rest; an even number of ranks is dealt to the hosts in turn."""
     hosts = -(-ranks // per_host)
     return hosts_of([str(rank // per_host if ranks % 2 else rank % hosts) for rank in range(ranks)])
 
@@ -34,12 +34,12 @@ class World:
 
     Attributes:
         size: the number of ranks.
-        name: what ``--world`` calls it.
-        per_host: how many ranks stand for those of one host; None where nobody said so.
+        name: the value of ``--world`` that selects it.
+        per_host: the number of ranks per simulated host; None if not given.
         hosts: the ranks of each host.
         launch: the words that start ``contrastile`` on these ranks.
         leads: whether this process draws, prints and writes.
-        can_be_late: whether messages can be made to arrive at the last moment.
+        can_be_late: whether the world can deliver messages at the last moment.
     """
 
     size: int
@@ -51,44 +51,44 @@ class World:
     can_be_late: bool
 
     def run(self, program: Callable[[Communicator], T], *, late: bool = False) -> list[T]:
-        """What the program returns on each rank.
+        """Run the program on each rank, and return the results by rank.
 
         Raises:
-            BaseException: what it raised on some rank.
+            BaseException: the error of the program on some rank.
         """
         raise NotImplementedError
 
     def share(self, x: T) -> T:
-        """What the leader has."""
+        """The leader's x."""
         raise NotImplementedError
 
 
 def judged(world: World, judge: Callable[[], T]) -> T:
-    """What ``judge`` returns, or raises, on the leader: the others need not compute a truth and bounds of their own."""
-    found: Any = None
+    """Call ``judge`` on the leader only, which then alone needs a truth; all processes return or raise its result."""
+    result: Any = None
     if world.leads:
         try:
-            found = judge(), None
+            result = judge(), None
         except Exception as error:
-            found = None, portable(error)
-    value, failure = world.share(found)
+            result = None, portable(error)
+    value, failure = world.share(result)
     if failure is not None:
         raise failure
     return cast("T", value)
 
 
 def portable(error: Exception) -> Exception:
-    """The error, or one with the same message that can be pickled."""
+    """The error, or a RuntimeError with its message if the error cannot be pickled."""
     try:
-        back = pickle.loads(pickle.dumps(error))
+        copy = pickle.loads(pickle.dumps(error))
     except Exception:
-        back = None
-    return error if type(back) is type(error) else RuntimeError(f"{type(error).__name__}: {error}")
+        copy = None
+    return error if type(copy) is type(error) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 @dataclass
 class Threads(World):
-    """All ranks in this process; every run has a group of its own."""
+    """All ranks as threads of this process; every run has a group of its own."""
 
     size: int
     per_host: int | None = field(default=None, kw_only=True)

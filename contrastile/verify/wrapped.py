@@ -1,4 +1,4 @@
-"""Backends whose primitives are called in another way."""
+"""Backends with wrapped primitives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contrastile.backends.contract import Backend, Block, Options, UnsupportedPr
 PRIMITIVES = ("lse", "keeping", "gradients", "finished", "finished_columns", "sigmoid")
 
 RECORDED: list[tuple[Block, Options]] = []
-"""What the primitives of a backend of the name ``contrastile.verify.wrapped:recorded@BACKEND`` were given."""
+"""The blocks and options that ``contrastile.verify.wrapped:recorded@BACKEND`` has passed to its primitives."""
 
 
 def around(backend: Backend, call: Callable[..., Any], *names: str) -> Backend:
@@ -21,22 +21,22 @@ def around(backend: Backend, call: Callable[..., Any], *names: str) -> Backend:
     def wrapped(primitive: Callable[..., Any]) -> Callable[..., Any]:
         return lambda block, *rest: call(primitive, block, *rest)
 
-    found = {name: getattr(backend, name) for name in names or PRIMITIVES}
-    changed: dict[str, Any] = {name: wrapped(x) for name, x in found.items() if x is not None}
-    # nothing goes around the primitives
+    primitives = {name: getattr(backend, name) for name in names or PRIMITIVES}
+    changed: dict[str, Any] = {name: wrapped(x) for name, x in primitives.items() if x is not None}
+    # without ``whole`` every computation goes through the primitives
     return replace(backend, whole=None, **changed)
 
 
 def __getattr__(name: str) -> Backend:
-    """The backend that ``recorded@BACKEND`` names; ``refusing``, which refuses every problem; ``older``."""
-    what, at, backend = name.partition("@")
-    if what not in ("recorded", "refusing", "older") or not at:
+    """``recorded@BACKEND`` records calls, ``refusing@`` refuses every problem, ``older@`` has an old contract."""
+    kind, separator, backend = name.partition("@")
+    if kind not in ("recorded", "refusing", "older") or not separator:
         raise AttributeError(name)
-    if what == "older":
+    if kind == "older":
         return replace(registry.load(backend), contract=1)
 
     def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
-        if what == "refusing":
+        if kind == "refusing":
             raise UnsupportedProblemError("it refuses every problem")
         RECORDED.append((block, rest[-1]))
         return primitive(block, *rest)
