@@ -126,7 +126,7 @@ def errors(results: Path) -> str:
     for title, provocations in provoked.PROVOCATIONS.items():
         rows = []
         for each in provocations:
-            call = f"`{each.text}`" + (f", {each.without} not installed" if each.without else "")
+            call = f"`{each.line}`" + (f", {each.without} not installed" if each.without else "")
             rows.append([call, f"`{each.known}`", escaped(provoked.message(each, each.libraries[0]))])
         lines += [f"## {title}", table(["call", "raises", "message"], rows, left=(0, 1, 2))]
     return "\n\n".join(lines)

@@ -29,13 +29,12 @@ def message(call: Call, library: str = "torch") -> str:
     # torch has deprecated some functions in these calls
     with _world(call.without), warnings.catch_warnings(action="ignore"):
         try:
-            # the expressions are the ones in the file
-            eval(call.code, namespace(library, each=Each(99)))
+            call.evaluate(namespace(library, each=Each(99)))
         except call.error as error:
             if type(error) is call.error:
                 return str(error)
             raise
-    raise AssertionError(f"nothing raised by {call.text}")
+    raise AssertionError(f"nothing raised by {call.line}")
 
 
 @contextlib.contextmanager

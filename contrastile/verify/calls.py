@@ -1,7 +1,8 @@
 """Calls of the public API and their expected results, as ``calls.txt`` states them: verify and the tests check them.
 
-Each line of the text is a call; a line that begins with "..." continues it. The line above a group of calls gives the
-expected result, the array libraries to try and, after "without", a package to hide. Expected results:
+Each line of the text is a call, or begins a script, which lines of "..." continue: statements, and then the call. The
+line above a group of calls gives the expected result, the array libraries to try and, after "without", a package to
+hide. Expected results:
 
 * an error's name: each call raises it, with the text below the call, if there is one. If the call uses ``each``, the
   call with the first option must succeed, and runs before;
@@ -17,6 +18,7 @@ Calls see the names of ``namespace``, and arrays of one library: ``image`` and `
 
 from __future__ import annotations
 
+import ast
 import builtins
 import inspect
 import os
@@ -69,13 +71,29 @@ class Call:
         return error
 
     @cached_property
-    def code(self) -> Any:
+    def line(self) -> str:
+        """The text in one line."""
+        return " ".join(self.text.split())
+
+    @cached_property
+    def code(self) -> tuple[Any, Any]:
+        """The statements of the text, compiled, and its last expression."""
         # import every module that the text names: the package imports few of them by itself
         for module in re.findall(r"\bcontrastile(?:\.[a-z_]+)+", self.text):
             with suppress(ImportError):
                 for prefix in accumulate(module.split("."), "{}.{}".format):
                     import_module(prefix)
-        return compile(self.text, str(TEXT), "eval")
+        *statements, last = ast.parse(self.text).body
+        if not isinstance(last, ast.Expr):
+            raise ValueError(f"the last line of a call must be an expression, got {ast.unparse(last)!r}")
+        body = compile(ast.Module(statements, []), str(TEXT), "exec")
+        return body, compile(ast.Expression(last.value), str(TEXT), "eval")
+
+    def evaluate(self, names: dict[str, Any]) -> Any:
+        """The value of the last expression of the text, after the statements before it."""
+        body, last = self.code
+        exec(body, names)
+        return eval(last, names)
 
     @property
     def doors(self) -> dict[str, Callable[..., Any]]:
@@ -173,7 +191,7 @@ def read(text: str) -> dict[str, list[Call]]:
     for line in filter(None, text.splitlines()):
         if line.startswith("    ... "):
             call = calls_by_title[title][-1]
-            calls_by_title[title][-1] = replace(call, text=f"{call.text} {line[8:].strip()}")
+            calls_by_title[title][-1] = replace(call, text=f"{call.text}\n{line[8:].rstrip()}")
         elif line.startswith(8 * " "):
             calls_by_title[title][-1] = replace(calls_by_title[title][-1], says=line.strip())
         elif line.startswith(" "):
@@ -203,7 +221,7 @@ def known(subject: Subject, case: str) -> Comparisons:
                 for name, door in {"": None, **call.doors}.items():
                     with _watched(call):
                         fault = _find_fault(call, library, door)
-                    label = ", ".join(filter(None, (title, call.text, library, name)))
+                    label = ", ".join(filter(None, (title, call.line, library, name)))
                     yield label, NOTHING if fault is None else wrong(fault)
 
 
@@ -239,12 +257,12 @@ def _find_fault(call: Call, library: str, door: Callable[..., Any] | None) -> st
         return None
     if call.error is None:
         try:
-            expected = _result(eval(call.code, names), names)
+            expected = _result(call.evaluate(names), names)
             if call.known == "true":
                 return None if expected == [repr(True)] else "it is not"
             for turn in range(1, each.count):
                 each.turn = turn
-                if _result(eval(call.code, names), names) != expected:
+                if _result(call.evaluate(names), names) != expected:
                     return f"option {turn} gives something else"
         except Exception as error:
             return f"option {each.turn} {_describe_error(error)}"
@@ -252,12 +270,12 @@ def _find_fault(call: Call, library: str, door: Callable[..., Any] | None) -> st
     try:
         # from its third call on a signature is cached
         for _ in range(3 * ("each(" in call.text)):
-            eval(call.code, names)
+            call.evaluate(names)
     except Exception as error:
         return f"what is right {_describe_error(error)}"
     each.turn, modes_before = each.count, process.modes()
     try:
-        eval(call.code, names)
+        call.evaluate(names)
     except Exception as error:
         is_of_door = isinstance(error, MismatchError) or "value_and_grad(" in str(error)
         if call.says and call.says != str(error) and not (door and is_of_door):
@@ -282,7 +300,7 @@ def _mismatch_of_rank(call: Call, library: str, group: Communicator) -> str:
     names = namespace(library, with_group, Each(group.rank))
     names["group"] = group
     try:
-        eval(call.code, names)
+        call.evaluate(names)
     except MismatchError as error:
         return str(error)
     return ""
