@@ -127,7 +127,7 @@ def relocated(backend: Backend, layout: Layout, violations: list[str]) -> Backen
         relocation = _Relocated(backend.arrays, layout)
         relocated_block = relocation.block(block)
         backend.check(relocated_block)
-        result = primitive(relocated_block, *map(relocation.given, arguments))
+        result = primitive(relocated_block, *map(relocation.argument, arguments))
         violations.extend(filter(None, (check() for check in relocation.checks)))
         return result
 
