@@ -368,7 +368,7 @@ def _probability_error(
 ) -> FloatArray:
     """The error of ``p = exp(x - L)``, (own, other), where L (own,) has the error ``error`` (own, 1).
 
-    ``p expm1(eta)``, ``eta = (1 + 6u) (E_x + E_L) + u (3 |x - L| + c + more)``. With a shared reference, which lies at
+    ``p expm1(eta)``, ``eta = (1 + 6u) (E_x + E_L) + u (3 |x - L| + c + extra)``. With a shared reference, which lies at
     most 70 (100 powers of two) above a log-sum-exp, p is exp(x - r) exp(r - L): |x| + |r| replaces |x - L|, c + 1 is
     added, and an underflow costs 2^-100 and 2^-26 of all negatives, or 2^-9 / n of them for n beyond 2^17. For any
     eta, both p lie in 0..1.

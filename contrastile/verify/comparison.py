@@ -124,7 +124,7 @@ def _compare_field(
     with np.errstate(all="ignore"):
         is_equal = (values == truth) | (np.isnan(values) & np.isnan(truth))
         error = np.where(is_equal, 0.0, np.abs(values - truth))
-        # a bound of inf says nothing about values that are not finite
+        # where the bound is inf this ratio is 0 or NaN, also for values that are not finite: see is_wrong
         ratio = np.where(is_equal, 0.0, error / np.broadcast_to(bound, truth.shape))
         is_wrong = ~is_equal & (~np.isfinite(values) | ~np.isfinite(truth) | np.isnan(ratio))
     ratio = np.where(is_wrong, np.inf, ratio)

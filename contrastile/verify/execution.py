@@ -21,7 +21,7 @@ DTYPES = ("float32", *(dtype for dtype in FLOATS if dtype != "float32"))
 """Dtypes of features, in the order in which they are tested."""
 
 Want = local.Wanted | Literal["every"] | None
-"""The gradients to ask for; None for the value alone."""
+"""The requested gradients; None requests only the value."""
 
 
 def putter(arrays: ArrayLibrary, device: str) -> Callable[[Any, str], Array]:

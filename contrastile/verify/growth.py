@@ -1,4 +1,4 @@
-"""How the error of the gradients grows with d, b and the scale, beside its bounds and a plain computation's error.
+"""How the error of the gradients grows with d, b and the scale, compared with its bounds and a plain computation's.
 
 Errors are norms over both towers' gradients, relative to the norm of the exact gradients. The probabilistic bound is
 the a-priori bound with a chain of n additions counted as ``CONFIDENCE sqrt(n)`` roundings if that is less. It holds for

@@ -35,7 +35,7 @@ class Launched(World):
 
     Attributes:
         rank: this process's rank.
-        everybody: gathers one object from each process; returns them by rank.
+        all_gather: gathers one object from each process, and returns all by rank.
         duplicate: makes a fresh group of all processes.
     """
 
@@ -43,11 +43,11 @@ class Launched(World):
     launch: Sequence[str]
     rank: int
     size: int
-    everybody: Callable[[Any], list[Any]]
+    all_gather: Callable[[Any], list[Any]]
     duplicate: Callable[[], Any]
     per_host: int | None = None
     _communicator: Communicator | None = None
-    _watchdog: float = field(default_factory=lambda: 3 * deadline_or(None) + 60)
+    _deadline: float = field(default_factory=lambda: 3 * deadline_or(None) + 60)
 
     can_be_late = False
 
@@ -68,7 +68,7 @@ class Launched(World):
                 own_result = program(self._communicator), None
             except Exception as error:
                 own_result = None, portable(error)
-            results = self.everybody(own_result)
+            results = self.all_gather(own_result)
         errors = [error for _, error in results if error is not None]
         if errors:
             # a failed program may have left messages behind
@@ -78,13 +78,13 @@ class Launched(World):
 
     def share(self, x: T) -> T:
         with self._watched():
-            value: T = self.everybody(x if self.leads else None)[0]
+            value: T = self.all_gather(x if self.leads else None)[0]
             return value
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """In this context a process that hangs prints its stacks and ends."""
-        faulthandler.dump_traceback_later(self._watchdog, exit=True)
+        faulthandler.dump_traceback_later(self._deadline, exit=True)
         try:
             yield
         finally:
@@ -144,7 +144,7 @@ def mpi(device: str) -> Iterator[Launched]:
     launch = ["mpirun", "-n", str(comm.Get_size()), "python", "-m", "mpi4py", "-m", "contrastile"]
     rank, size = comm.Get_rank(), comm.Get_size()
 
-    def everybody(x: Any) -> list[Any]:
+    def all_gather(x: Any) -> list[Any]:
         # a blocking collective spins, and takes the core from a rank that computes: poll until all are here
         message, counts = pickle.dumps(x), np.empty(size, np.int64)
         until(comm.Iallgather(np.array([len(message)]), counts).Test, math.inf)
@@ -152,7 +152,7 @@ def mpi(device: str) -> Iterator[Launched]:
         until(comm.Iallgatherv([message, MPI.BYTE], [received, counts, MPI.BYTE]).Test, math.inf)
         return [pickle.loads(part) for part in split(received, counts.tolist())]
 
-    yield Launched("mpi", launch, rank, size, everybody, comm.Dup)
+    yield Launched("mpi", launch, rank, size, all_gather, comm.Dup)
 
 
 @contextmanager
@@ -174,13 +174,13 @@ def torch(device: str) -> Iterator[Launched]:
         size = dist.get_world_size()
         host = dist.new_group(backend="gloo")
 
-        def everybody(x: Any) -> list[Any]:
+        def all_gather(x: Any) -> list[Any]:
             objects: list[Any] = [None] * size
             dist.all_gather_object(objects, x, group=host)
             return objects
 
         launch = ["torchrun", "--nproc-per-node", str(size), "-m", "contrastile"]
-        yield Launched("torch", launch, dist.get_rank(), size, everybody, dist.new_group)
+        yield Launched("torch", launch, dist.get_rank(), size, all_gather, dist.new_group)
     finally:
         dist.destroy_process_group()
 

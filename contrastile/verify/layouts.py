@@ -110,7 +110,7 @@ class _Relocated:
         return self.add(x, f"a gradient of {x.shape[0]} rows") if axes == 2 else self.read(x, "a weight") if axes else x
 
     def _side(self, side: SideWeights, name: str) -> SideWeights:
-        vectors = {each: self.read(getattr(side, each), f"{name}_{each}") for each in side._fields[:4]}
+        vectors = {vector: self.read(getattr(side, vector), f"{name}_{vector}") for vector in side._fields[:4]}
         return side._replace(**vectors)
 
     def _bits(self, x: Array) -> bytes:

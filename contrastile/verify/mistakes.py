@@ -59,10 +59,10 @@ def _message_of(kind: type[Exception], program: Callable[[Communicator], Any], c
 
 def _two_calls(communicator: Communicator, skips: int, args: Any, settings: dict[str, Any]) -> None:
     """Call twice; rank ``skips`` skips the backward pass of the first call."""
-    both = evaluation.value_and_grad(losses.clip_loss, group=communicator, **settings)
-    first = partial(losses.clip_loss, group=communicator, **settings) if communicator.rank == skips else both
+    with_grad = evaluation.value_and_grad(losses.clip_loss, group=communicator, **settings)
+    first = partial(losses.clip_loss, group=communicator, **settings) if communicator.rank == skips else with_grad
     first(*args)
-    both(*args)
+    with_grad(*args)
 
 
 def _two_threads(communicator: Communicator) -> None:

@@ -101,38 +101,39 @@ def settle(options: argparse.Namespace) -> list[str]:
     Raises:
         CannotRunError: an option is wrong, or needs a package that is missing.
     """
-    given, is_launched = options, options.world in ("mpi", "torch")
-    known = PROPERTIES if given.world is None else DISTRIBUTED
+    is_launched = options.world in ("mpi", "torch")
+    known = PROPERTIES if options.world is None else DISTRIBUTED
     every_case = [*cases.CASES, *dict.fromkeys(p.case for p in known.values() if p.case is not None)]
     properties = list(known)
-    if given.loss:
-        if given.backend or given.world is not None:
+    if options.loss:
+        if options.backend or options.world is not None:
             raise CannotRunError("--loss must be given without --backend and --world: run them apart")
         every_case, properties = list(CASES), list(ABOUT)
-    elif given.objective:
-        raise CannotRunError(f"--objective must be given with --loss, got {given.objective} alone")
+    elif options.objective:
+        raise CannotRunError(f"--objective must be given with --loss, got {options.objective} alone")
     left_out = []
-    if given.quick and given.case is None:
-        quick_cases = QUICK_LOSS_CASES if given.loss else QUICK_CASES
-        given.case = [name for name in quick_cases if name.partition(":")[0] in every_case]
-        left_out.append(f"{len({*every_case} - {*given.case})} cases")
-    if (given.quick or is_launched) and given.dtype is None:
-        given.dtype = list(QUICK_DTYPES)
+    if options.quick and options.case is None:
+        quick_cases = QUICK_LOSS_CASES if options.loss else QUICK_CASES
+        options.case = [name for name in quick_cases if name.partition(":")[0] in every_case]
+        left_out.append(f"{len({*every_case} - {*options.case})} cases")
+    if (options.quick or is_launched) and options.dtype is None:
+        options.dtype = list(QUICK_DTYPES)
         left_out += [dtype for dtype in DTYPES if dtype not in QUICK_DTYPES]
-    if given.examples is None:
-        given.examples = QUICK_EXAMPLES if given.quick else RANKS_EXAMPLES if is_launched else EXAMPLES
+    if options.examples is None:
+        options.examples = QUICK_EXAMPLES if options.quick else RANKS_EXAMPLES if is_launched else EXAMPLES
     for name, minimum in (("examples", 1), ("seed", 0), ("workspace", 0), ("keep", 0)):
-        within(name, getattr(given, name) or 0, minimum)
-    if given.per_host is not None:
-        within("per-host", given.per_host, 1)
-        if given.world is None:
-            raise CannotRunError(f"--per-host must be given with --world, got {given.per_host} alone")
-    if given.deadline is not None and not 0 < given.deadline < float("inf"):
-        raise CannotRunError(f"--deadline must be a number of seconds above 0, got {given.deadline:g}")
-    given.case, given.property = _known("case", given.case, every_case), _known("property", given.property, properties)
-    if not given.loss:
+        within(name, getattr(options, name) or 0, minimum)
+    if options.per_host is not None:
+        within("per-host", options.per_host, 1)
+        if options.world is None:
+            raise CannotRunError(f"--per-host must be given with --world, got {options.per_host} alone")
+    if options.deadline is not None and not 0 < options.deadline < float("inf"):
+        raise CannotRunError(f"--deadline must be a number of seconds above 0, got {options.deadline:g}")
+    options.case = _known("case", options.case, every_case)
+    options.property = _known("property", options.property, properties)
+    if not options.loss:
         require_packages("hypothesis")
-    return [f"{', '.join(left_out)} ({'--quick' if given.quick else 'give --dtype'})"] if left_out else []
+    return [f"{', '.join(left_out)} ({'--quick' if options.quick else 'give --dtype'})"] if left_out else []
 
 
 _PARTS: dict[str, Callable[[str], object]] = {

@@ -85,7 +85,7 @@ def repeated(step: Callable[[], object], times: int) -> None:
 
 
 def linear_limit(half: float, one: float, times: float, device: str) -> float:
-    """The most bytes allowed for a batch b3, b3 - b2 = ``times`` (b2 - b1), of which b1 takes ``half`` and b2 ``one``.
+    """The most bytes allowed for batch b3, where b1 takes ``half``, b2 takes ``one`` and b3 - b2 = ``times`` (b2 - b1).
 
     With memory c + a b + q b^2 the increase is ``times`` the first one if q is 0, else more. A quarter more is allowed.
     """

@@ -31,7 +31,7 @@ from contrastile.verify.options import OPTIONS
 from contrastile.verify.runner import Failure, Row, words
 
 MAX_LOST = 3
-"""A backend that has ended so many workers is excluded."""
+"""The number of ended workers after which a backend is excluded."""
 
 _LEFT_OUT = ("terminal", "cacheprovider", "faulthandler", "tmpdir", "warnings", "logging", "unittest", "doctest")
 

@@ -55,17 +55,17 @@ def bars(trial: Trial) -> Comparisons:
         raise SkipError("the sigmoid loss has no statistics")
     trial.only_finite()
     subject, problem, random = trial.subject, replace(trial.problem, kind="statistics"), trial.random()
-    subjects = {"gradients": replace(subject, backend=replace(subject.backend, finished=None, finished_columns=None))}
+    forms = {"gradients": replace(subject, backend=replace(subject.backend, finished=None, finished_columns=None))}
     if subject.backend.finished is not None:
-        subjects["finished"] = subject
+        forms["finished"] = subject
     if trial.keeps and subject.keep is None:
-        subjects["keep 64"] = replace(subject, keep=64)
-    for label, factor_of_d in (("drawn", 1.0), ("without D", 0.0)):
+        forms["keep 64"] = replace(subject, keep=64)
+    for label, d_factor in (("drawn", 1.0), ("without D", 0.0)):
         drawn = _draw_bars(random, problem)
-        drawn[2] *= factor_of_d
+        drawn[2] *= d_factor
         oracle = truth(problem, drawn)
         bound = subject.bounds(problem, oracle, drawn)
-        for name, form in subjects.items():
+        for name, form in forms.items():
             outcome = form.run(problem, upstream=drawn)
             yield f"{label}, {name}", compare(outcome, oracle.outcome, bound, ("loss", *GRADIENT))
 
