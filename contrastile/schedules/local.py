@@ -26,11 +26,11 @@ Lses = tuple[Array, Array]
 """N and P of one side: see ``contract.SideStatistics``."""
 
 State = Sequence[Array | None]
-"""What a loss leaves for its gradients, in one row. Only the schedule knows what each array is."""
+"""The arrays that a loss keeps for its gradients. Only the schedule knows the meaning of each."""
 
 
 def quiet() -> AbstractContextManager[Any]:
-    """While open, NumPy does not warn of NaN and infinity: here they are results."""
+    """A context in which NumPy does not warn of NaN and infinity, because they are valid results here."""
     # imported when called: ``import contrastile`` imports nothing but the standard library
     import numpy as np
 
@@ -38,7 +38,7 @@ def quiet() -> AbstractContextManager[Any]:
 
 
 class Work(NamedTuple):
-    """What computes the blocks of a problem, and how."""
+    """The backend that computes the blocks of a problem, and its options."""
 
     backend: Backend
     options: Options
@@ -46,13 +46,13 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which gradients are wanted; what is not wanted is neither computed nor allocated.
+    """Which gradients are wanted. Unwanted gradients are neither computed nor allocated.
 
     Attributes:
-        rows: the rows' gradient.
+        rows: whether the rows' gradient is wanted.
         columns: for each column block, whether its gradient is wanted.
-        scale: the scale's gradient (needs the sums behind the rows' gradient).
-        bias: the bias's gradient (sigmoid loss only).
+        scale: whether the scale's gradient is wanted (it needs the sums that give the rows' gradient).
+        bias: whether the bias's gradient is wanted (sigmoid loss only).
     """
 
     rows: bool
@@ -62,33 +62,33 @@ class Wanted:
 
     @staticmethod
     def every(problem: Problem) -> Wanted:
-        """All that a problem has."""
+        """All gradients that a problem has."""
         return Wanted(True, (True,) * len(problem.columns), True, problem.kind == "sigmoid")
 
     @staticmethod
     def of(flags: Sequence[bool]) -> Wanted:
-        """From ``flags``."""
+        """The inverse of ``flags``."""
         rows, *columns, scale, bias = flags
         return Wanted(rows, tuple(columns), scale, bias)
 
     @property
     def flags(self) -> list[bool]:
-        """Of the rows, each column block, the scale and the bias."""
+        """Whether each gradient is wanted: of the rows, of each column block, of the scale and of the bias."""
         return [self.rows, *self.columns, self.scale, self.bias]
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """The loss and what its backward needs.
+    """The loss and the arrays that its backward pass needs.
 
     Attributes:
         loss: 0-d, state dtype.
-        rows: (m,) float64 each, over all column blocks.
-        columns: (n,) float64 each, over the joined columns; None for a loss of one direction.
-        gathered: the columns that this rank has collected from others, or from all; None where it has none.
-        global_columns: of a gather of two directions N, P, v and t' of the columns of all ranks; None otherwise.
-        smoothed: the sums behind label smoothing: see ``beside.Smoothing``. None without it.
-        kept: of each block, in the order of the schedule: see ``contract.Statistics``. Empty where nothing was kept.
+        rows: N and P of the rows, (m,) float64 each, over all column blocks.
+        columns: N and P of the joined columns, (n,) float64 each; None for a loss of one direction.
+        gathered: the columns that this rank has gathered from all ranks; None if it has gathered none.
+        global_columns: N, P, v and t' of all ranks' columns, for a gather of two directions; None otherwise.
+        smoothed: the sums of label smoothing: see ``beside.Smoothing``; None without label smoothing.
+        kept: the kept array of each block, in the schedule's order: see ``contract.Statistics``. Empty without any.
     """
 
     loss: Array
@@ -101,22 +101,22 @@ class Forward:
 
     @property
     def state(self) -> State:
-        """All but the loss, as ``Forward.of`` takes it."""
-        columns, everywhere = self.columns or (None,) * 2, self.global_columns or (None,) * 4
-        return *self.rows, *columns, self.gathered, *everywhere, self.smoothed, *self.kept
+        """All attributes but the loss; ``Forward.of`` is the inverse."""
+        columns, global_columns = self.columns or (None,) * 2, self.global_columns or (None,) * 4
+        return *self.rows, *columns, self.gathered, *global_columns, self.smoothed, *self.kept
 
     @staticmethod
     def of(state: State) -> Forward:
-        """Of a state. Its first four, the log-sum-exps, are all that a process alone needs."""
+        """The inverse of ``state``. Without ranks a state may hold its first four arrays alone, the log-sum-exps."""
         n, p, m, q = state[:4]
-        gathered, *everywhere, smoothed = state[4:10] or (None,) * 6
-        over = None if everywhere[0] is None else tuple(everywhere)
-        return Forward(None, (n, p), None if m is None else (m, q), gathered, over, smoothed, kept=tuple(state[10:]))
+        gathered, *global_columns, smoothed = state[4:10] or (None,) * 6
+        known = None if global_columns[0] is None else tuple(global_columns)
+        return Forward(None, (n, p), None if m is None else (m, q), gathered, known, smoothed, kept=tuple(state[10:]))
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Gradients in the features' dtype; None where not wanted. ``scale`` and ``bias`` are 0-d, state dtype."""
+    """Gradients in the features' dtype; unwanted ones are None. ``scale`` and ``bias`` are 0-d, state dtype."""
 
     rows: Array | None
     columns: tuple[Array | None, ...]
@@ -124,19 +124,19 @@ class Gradients:
     bias: Array | None
 
     @staticmethod
-    def of(found: Sequence[Array | None]) -> Gradients:
-        """From what ``listed`` gives."""
-        rows, scale, bias, *columns = found
+    def of(arrays: Sequence[Array | None]) -> Gradients:
+        """The inverse of ``listed``."""
+        rows, scale, bias, *columns = arrays
         return Gradients(rows, tuple(columns), scale, bias)
 
     def listed(self) -> tuple[Array | None, ...]:
-        """Those of the rows, the scale, the bias and the column blocks."""
+        """The gradients of the rows, the scale, the bias and each column block, in this order."""
         return self.rows, self.scale, self.bias, *self.columns
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What the primitives accumulate: G K, G^T Q (both without the factor scale) and sum G, in the state dtype."""
+    """The sums that the primitives accumulate, in the state dtype: G K and G^T Q, both without the scale, and sum G."""
 
     rows: Array | None
     columns: tuple[Array | None, ...]
@@ -152,23 +152,23 @@ class Sums:
         return Sums(rows, tuple(columns), total)
 
 
-def lse_function(rows: Array, count: int, wanted: Wanted | None, work: Work, *, single: bool) -> LseFunction:
-    """A backend's ``lse``, or its ``keeping`` where that may keep something for the gradients.
+def lse_function(rows: Array, column_count: int, wanted: Wanted | None, work: Work, *, is_single: bool) -> LseFunction:
+    """The backend's ``lse``, or its ``keeping`` if that may keep arrays that the gradients can use.
 
     Args:
         rows: (m, d) features.
-        count: of the columns, of all blocks together.
-        wanted: the gradients that will be asked for; None for none.
-        work: computes the blocks.
-        single: whether there is one block, which ``finished`` may be given.
+        column_count: number of columns of all blocks.
+        wanted: the gradients that the backward pass will compute; None for none.
+        work: the backend and its options.
+        is_single: whether the problem is one block, so that the backward pass may call ``finished``.
     """
     backend, options = work
     if wanted is None or backend.keeping is None or backend.keeps is None:
         return backend.lse
     dtype, device = backend.arrays.dtype(rows), backend.arrays.device(rows)
-    if backend.keeps(rows.shape[0], count, dtype, device, options) == 0:
+    if backend.keeps(rows.shape[0], column_count, dtype, device, options) == 0:
         return backend.lse
-    if backend.finished is not None and not (single and wanted.rows and all(wanted.columns)):
+    if backend.finished is not None and not (is_single and wanted.rows and all(wanted.columns)):
         return backend.lse
     return backend.keeping
 
@@ -176,47 +176,47 @@ def lse_function(rows: Array, count: int, wanted: Wanted | None, work: Work, *, 
 def forward(problem: Problem, work: Work, *, wanted: Wanted | None = None) -> Forward:
     """The softmax loss of one process, and its log-sum-exps.
 
-    The backend may keep what the gradients can reuse that will be ``wanted``; None for none.
+    The backend may keep arrays that the ``wanted`` gradients can reuse; it keeps none if ``wanted`` is None.
 
     Raises:
         UnsupportedProblemError: the backend refuses one of the blocks.
     """
     backend, options = work
     arrays, two_sided = backend.arrays, problem.column_weight is not None
-    count, single = sum(x.shape[0] for x in problem.columns), len(problem.columns) == 1 and not problem.beside
-    lse = lse_function(problem.rows, count, wanted, work, single=single)
+    count, is_single = sum(x.shape[0] for x in problem.columns), len(problem.columns) == 1 and not problem.beside
+    lse = lse_function(problem.rows, count, wanted, work, is_single=is_single)
     parts = []
     for _, block in problem.blocks():
         backend.check(block, options)
         parts.append(lse(block, two_sided, options))
-    rows = merged(arrays, [*problem.beside, *(part.rows for part in parts)])
-    columns = joined(arrays, [part.columns for part in parts if part.columns is not None]) if two_sided else None
+    rows = merge_parts(arrays, [*problem.beside, *(part.rows for part in parts)])
+    columns = join_parts(arrays, [x.columns for x in parts if x.columns is not None]) if two_sided else None
     value = loss(problem, arrays, arrays.dtype(problem.scale), rows, columns)
-    kept = kept_by([part.kept for part in parts])
+    kept = pack_kept([part.kept for part in parts])
     return Forward(value, rows[:2], None if columns is None else columns[:2], kept=kept)
 
 
 def loss(
     problem: Problem, arrays: ArrayLibrary, dtype: str, rows: SideStatistics, columns: SideStatistics | None = None
 ) -> Array:
-    """The loss of the rows and, where they are given, of the columns, 0-d, rounded once to ``dtype``."""
+    """The loss of the rows, plus that of the columns if they are given: 0-d, rounded once to ``dtype``."""
     sides = [(*rows, problem.row_weight, problem.row_target)]
     if columns is not None:
         sides.append((*columns, problem.column_weight, problem.column_target))
     return objectives.loss(problem.terms(arrays), arrays, dtype, sides)
 
 
-def merged(arrays: ArrayLibrary, parts: Sequence[Sequence[Array]]) -> SideStatistics:
-    """Those of the same rows, or columns, over several blocks; each part is a ``SideStatistics``, or its arrays."""
+def merge_parts(arrays: ArrayLibrary, parts: Sequence[Sequence[Array]]) -> SideStatistics:
+    """The statistics of the same rows, or columns, over several blocks; each part is (N, P, S) over one block."""
     n, p, s = parts[0]
-    for negative, positive, total in parts[1:]:
+    for negative, positive, positive_sum in parts[1:]:
         n, p = arrays.merge(n, negative), arrays.merge(p, positive)
-        s = s + total
+        s = s + positive_sum
     return SideStatistics(n, p, s)
 
 
-def joined(arrays: ArrayLibrary, parts: Sequence[SideStatistics]) -> SideStatistics:
-    return SideStatistics(*(arrays.concat(list(x)) for x in zip(*parts, strict=True)))
+def join_parts(arrays: ArrayLibrary, parts: Sequence[SideStatistics]) -> SideStatistics:
+    return SideStatistics(*(arrays.concat(list(sides)) for sides in zip(*parts, strict=True)))
 
 
 def backward(problem: Problem, saved: Forward, upstream: Array, wanted: Wanted, work: Work) -> Gradients:
@@ -224,63 +224,63 @@ def backward(problem: Problem, saved: Forward, upstream: Array, wanted: Wanted, 
     backend, options = work
     arrays = backend.arrays
     if backend.finished is not None and wanted.rows and len(problem.columns) == 1 and problem.row_sums is None:
-        ((where, block),) = problem.blocks()
+        ((span, block),) = problem.blocks()
         form: ColumnForm | None = "gradient" if any(wanted.columns) else None
-        found = backend.finished(block, _weights(problem, saved, where, 0, arrays), upstream, form, options)
-        scale = arrays.cast(found.inner, arrays.dtype(problem.scale)) if wanted.scale else None
-        return Gradients(found.rows, (found.columns,), scale, None)
+        finished = backend.finished(block, _block_weights(problem, saved, span, 0, arrays), upstream, form, options)
+        scale = arrays.cast(finished.inner, arrays.dtype(problem.scale)) if wanted.scale else None
+        return Gradients(finished.rows, (finished.columns,), scale, None)
     weighted = problem.weighted(upstream)
     row_sum = row_accumulator(backend, problem, wanted)
     column_sums: list[Array | None] = []
-    finished: list[Array | None] = []
-    for number, ((where, block), want) in enumerate(zip(weighted.blocks(), wanted.columns, strict=True)):
-        weights = _weights(weighted, saved, where, number, arrays)
-        at_once = backend.finished_columns if want and row_sum is not None else None
-        column_sums.append(accumulator(backend, block.columns, want and at_once is None))
-        if at_once is None:
+    column_gradients: list[Array | None] = []
+    for index, ((span, block), is_wanted) in enumerate(zip(weighted.blocks(), wanted.columns, strict=True)):
+        weights = _block_weights(weighted, saved, span, index, arrays)
+        finish_columns = backend.finished_columns if is_wanted and row_sum is not None else None
+        column_sums.append(accumulator(backend, block.columns, is_wanted and finish_columns is None))
+        if finish_columns is None:
             backend.gradients(block, weights, row_sum, column_sums[-1], options)
-        finished.append(None if at_once is None else at_once(block, weights, row_sum, options))
-    # the upstream gradient is in the weights already, and a softmax does not depend on a bias
-    summed = gradients_from_sums(problem, Sums(row_sum, tuple(column_sums), None), None, wanted, arrays)
-    columns = (x if y is None else y for x, y in zip(summed.columns, finished, strict=True))
-    return replace(summed, columns=tuple(columns))
+        column_gradients.append(None if finish_columns is None else finish_columns(block, weights, row_sum, options))
+    # the weights include the upstream gradient, and a softmax does not depend on a bias
+    gradients = gradients_from_sums(problem, Sums(row_sum, tuple(column_sums), None), None, wanted, arrays)
+    columns = (x if y is None else y for x, y in zip(gradients.columns, column_gradients, strict=True))
+    return replace(gradients, columns=tuple(columns))
 
 
-def kept_by(parts: Sequence[Array | None]) -> tuple[Array | None, ...]:
-    """What blocks have kept; empty where none has."""
-    return () if all(part is None for part in parts) else tuple(parts)
+def pack_kept(arrays: Sequence[Array | None]) -> tuple[Array | None, ...]:
+    """The kept array of each block; empty if no block has kept one."""
+    return () if all(array is None for array in arrays) else tuple(arrays)
 
 
-def kept_of(saved: Forward, number: int) -> Array | None:
-    """What was kept of a block, by its number in the order of the schedule."""
-    return saved.kept[number] if saved.kept else None
+def kept_array(saved: Forward, index: int) -> Array | None:
+    """The kept array of a block; ``index`` is the block's position in the schedule's order."""
+    return saved.kept[index] if saved.kept else None
 
 
-def _weights(problem: Problem, saved: Forward, where: slice, number: int, arrays: ArrayLibrary) -> Weights:
+def _block_weights(problem: Problem, saved: Forward, span: slice, index: int, arrays: ArrayLibrary) -> Weights:
     rows, columns = side_weights(problem, saved, arrays)
     if columns is not None and len(problem.columns) > 1:
-        columns = columns.part(where)
-    return Weights(rows, columns, kept_of(saved, number))
+        columns = columns.part(span)
+    return Weights(rows, columns, kept_array(saved, index))
 
 
 def side_weights(problem: Problem, saved: Forward, arrays: ArrayLibrary) -> tuple[SideWeights, SideWeights | None]:
-    """Of all rows, and of all columns where the loss has two directions."""
+    """The weights of all rows, and of all columns if the loss has two directions."""
     terms = problem.terms(arrays)
     rows = bars.side_weights(terms, arrays, saved.rows, problem.row_weight, problem.row_target)
     if problem.column_weight is None or saved.columns is None:
         return rows, None
-    given = saved.columns, problem.column_weight, problem.column_target
-    return rows, bars.side_weights(terms, arrays, *given)
+    column_sides = saved.columns, problem.column_weight, problem.column_target
+    return rows, bars.side_weights(terms, arrays, *column_sides)
 
 
-def accumulator(backend: Backend, features: Array, want: bool) -> Array | None:
-    """Zeros of the features' shape in the state dtype; None where not wanted."""
+def accumulator(backend: Backend, features: Array, is_wanted: bool) -> Array | None:
+    """Zeros of the features' shape in the state dtype; None if unwanted."""
     state = backend.state(backend.arrays.dtype(features))
-    return backend.arrays.full(tuple(features.shape), 0.0, state, features) if want else None
+    return backend.arrays.full(tuple(features.shape), 0.0, state, features) if is_wanted else None
 
 
 def row_accumulator(backend: Backend, problem: Problem, wanted: Wanted) -> Array | None:
-    """What the rows' sums begin with, which are added to in place; None where not wanted."""
+    """The initial sums of the rows, to which blocks add in place; None if unwanted."""
     if problem.row_sums is not None:
         return problem.row_sums
     return accumulator(backend, problem.rows, wanted.rows or wanted.scale)
@@ -293,76 +293,76 @@ def weighted_total(arrays: ArrayLibrary, weight: Array, x: Array) -> Array:
 
 
 def weighing_positives(work: Work) -> Work:
-    """What computes a sigmoid loss whose row weights are (m, 2): of the positives, and how much more a negative weighs.
+    """Work for a sigmoid loss with row weights (m, 2): the weight of a positive, and the extra weight of a negative.
 
-    Of each block the loss of all pairs by the first weights, and then that of the negatives alone by the second: no
-    term is taken off another, and the backend computes two losses that it knows.
+    Each block is computed twice: all pairs with the first weights, then the negatives alone with the second. Both are
+    losses that the backend knows, and no term is subtracted from another.
     """
     backend, arrays = work.backend, work.backend.arrays
 
     def sigmoid(
         block: Block, row_weight: Array, row_gradient: Array | None, column_gradient: Array | None, options: Options
     ) -> tuple[Array, Array]:
-        nowhere = arrays.full((block.rows.shape[0],), -1, "int64", block.rows)
-        negatives = replace(block, pairs=replace(block.pairs, match="drop", positives=nowhere))
-        found = [
-            backend.sigmoid(each, arrays.contiguous(row_weight[:, i]), row_gradient, column_gradient, options)
-            for i, each in enumerate((block, negatives))
+        no_positives = arrays.full((block.rows.shape[0],), -1, "int64", block.rows)
+        negatives = replace(block, pairs=replace(block.pairs, match="drop", positives=no_positives))
+        results = [
+            backend.sigmoid(part, arrays.contiguous(row_weight[:, i]), row_gradient, column_gradient, options)
+            for i, part in enumerate((block, negatives))
         ]
-        return arrays.module.stack([loss for loss, _ in found], -1), found[0][1] + found[1][1]
+        return arrays.module.stack([loss for loss, _ in results], -1), results[0][1] + results[1][1]
 
     return work._replace(backend=replace(backend, sigmoid=sigmoid))
 
 
 def sigmoid(problem: Problem, wanted: Wanted | None, work: Work) -> tuple[Array, Sums | None]:
-    """The sigmoid loss (0-d, state dtype) and, in the same pass, the sums behind its gradients."""
+    """The sigmoid loss (0-d, state dtype) and, from the same pass, the sums that give its gradients."""
     backend, options = work
     arrays = backend.arrays
     row_sum = accumulator(backend, problem.rows, wanted is not None and (wanted.rows or wanted.scale))
     column_sums, loss, total = [], None, None
-    wants = wanted.columns if wanted is not None else (False,) * len(problem.columns)
-    for (_, block), want in zip(problem.blocks(), wants, strict=True):
+    wanted_columns = wanted.columns if wanted is not None else (False,) * len(problem.columns)
+    for (_, block), is_wanted in zip(problem.blocks(), wanted_columns, strict=True):
         backend.check(block, options)
-        column_sums.append(accumulator(backend, block.columns, want))
-        row_loss, g = backend.sigmoid(block, problem.row_weight, row_sum, column_sums[-1], options)
-        part = weighted_total(arrays, problem.row_weight, row_loss)
-        loss = part if loss is None else loss + part
-        total = arrays.total(g) if total is None else total + arrays.total(g)
+        column_sums.append(accumulator(backend, block.columns, is_wanted))
+        row_loss, slope = backend.sigmoid(block, problem.row_weight, row_sum, column_sums[-1], options)
+        block_loss = weighted_total(arrays, problem.row_weight, row_loss)
+        loss = block_loss if loss is None else loss + block_loss
+        total = arrays.total(slope) if total is None else total + arrays.total(slope)
     value = arrays.cast(loss, arrays.dtype(problem.scale))
     return value, Sums(row_sum, tuple(column_sums), total) if wanted is not None else None
 
 
 def gradients_from_sums(
-    problem: Problem, sums: Sums, upstream: Array | None, wanted: Wanted, arrays: ArrayLibrary, numbers: str = ""
+    problem: Problem, sums: Sums, upstream: Array | None, wanted: Wanted, arrays: ArrayLibrary, scalar_dtype: str = ""
 ) -> Gradients:
-    """Gradients from the accumulated sums: times the scale, cast once to the features' dtype.
+    """Gradients from the accumulated sums: multiplied by the scale, then cast once to the features' dtype.
 
-    ``dscale = sum_i <row_i, (G K)_i>`` is taken before the cast and needs no pass over the tiles.
+    ``dscale = sum_i <row_i, (G K)_i>`` is computed before the cast and needs no pass over the tiles.
 
     Args:
-        problem: of which the rows and the scale are read.
-        sums: what the primitives accumulated over it.
-        upstream: 0-d factor still to be applied, leaving the sums as they are; None when the weights carried it, and
-            then the sums are consumed.
-        wanted: which gradients to give.
-        arrays: the library of all these arrays.
-        numbers: dtype of the gradients of scale and bias; by default the scale's.
+        problem: only its rows and its scale are read.
+        sums: the sums that the primitives accumulated over the problem.
+        upstream: 0-d factor; the sums stay unchanged. None if the weights already include the factor: then the sums
+            are consumed.
+        wanted: which gradients to compute.
+        arrays: the library of all arrays.
+        scalar_dtype: dtype of the gradients of scale and bias; by default the scale's.
     """
     rows, scale = problem.rows, problem.scale
-    dtype, scalar = arrays.dtype(rows), numbers or arrays.dtype(scale)
+    dtype, scalar_dtype = arrays.dtype(rows), scalar_dtype or arrays.dtype(scale)
 
-    def whole(x: Array | None, want: bool) -> Array | None:
-        if x is None or not want:
+    def scalar_gradient(x: Array | None, is_wanted: bool) -> Array | None:
+        if x is None or not is_wanted:
             return None
-        return arrays.cast(x if upstream is None else x * upstream, scalar)
+        return arrays.cast(x if upstream is None else x * upstream, scalar_dtype)
 
     factor = scale if upstream is None else scale * upstream
 
-    def scaled(x: Array | None, want: bool) -> Array | None:
-        if x is None or not want:
+    def scaled(x: Array | None, is_wanted: bool) -> Array | None:
+        if x is None or not is_wanted:
             return None
         return arrays.scaled(x, factor, dtype, consume=upstream is None)
 
-    d_scale = whole(arrays.inner(rows, sums.rows), True) if wanted.scale else None
-    columns = tuple(scaled(x, want) for x, want in zip(sums.columns, wanted.columns, strict=True))
-    return Gradients(scaled(sums.rows, wanted.rows), columns, d_scale, whole(sums.total, wanted.bias))
+    d_scale = scalar_gradient(arrays.inner(rows, sums.rows), True) if wanted.scale else None
+    columns = tuple(scaled(x, is_wanted) for x, is_wanted in zip(sums.columns, wanted.columns, strict=True))
+    return Gradients(scaled(sums.rows, wanted.rows), columns, d_scale, scalar_gradient(sums.total, wanted.bias))

@@ -1,4 +1,4 @@
-"""Where a rank's part lies in the global batch, and which schedule walks it."""
+"""The position of a rank's part in the global batch, and the schedule that computes it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Reduction = Literal["mean", "sum"]
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """How many rows and columns each rank holds. Columns are numbered rank by rank, and block by block within one.
+    """How many rows and columns each rank holds. Columns are numbered rank by rank, and block by block within a rank.
 
     Attributes:
-        rows: rows of each rank.
-        columns: sizes of each rank's column blocks; every rank has as many blocks.
-        widths: columns of each rank, its blocks together.
+        rows: the number of rows of each rank.
+        columns: the sizes of each rank's column blocks; all ranks have the same number of blocks.
+        widths: the number of columns of each rank, in all its blocks.
     """
 
     rows: tuple[int, ...]
@@ -32,15 +32,15 @@ class Shards:
     widths: tuple[int, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        # read dozens of times in a step
+        # computed once, because a step reads them dozens of times
         object.__setattr__(self, "widths", tuple(map(sum, self.columns)))
 
     def start(self, rank: int) -> int:
-        """The number of a rank's first column."""
+        """The index of a rank's first column."""
         return sum(self.widths[:rank])
 
     def blocks(self, rank: int) -> Iterator[slice]:
-        """The place of each block among a rank's own columns."""
+        """The span of each block among a rank's own columns."""
         ends = list(accumulate(self.columns[rank]))
         for size, end in zip(self.columns[rank], ends, strict=True):
             yield slice(end - size, end)
@@ -48,12 +48,12 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Who carries whose shards.
+    """Which rank carries which shards: see ``hosts``.
 
     Attributes:
         hosts: the ranks of each host.
-        homes: of each rank its host's number, and its own there.
-        rank: this one.
+        homes: for each rank the index of its host, and its index among that host's ranks, its lane.
+        rank: this rank.
     """
 
     hosts: Hosts
@@ -71,21 +71,21 @@ class Route:
         return len(self.hosts) == len(self.homes)
 
     def behind(self, distance: int) -> tuple[int, ...]:
-        """The ranks of the host so far behind this one; of a negative distance, ahead."""
+        """The ranks of the host at this distance behind this rank's host; a negative distance is ahead."""
         return self.hosts[(self.homes[self.rank][0] - distance) % len(self.hosts)]
 
     def peers(self) -> tuple[int, ...]:
-        """The other ranks of this host, from this one on."""
-        here, lane = self.behind(0), self.homes[self.rank][1]
-        return here[lane + 1 :] + here[:lane]
+        """The other ranks of this host, in cyclic order from this rank on."""
+        host, lane = self.behind(0), self.homes[self.rank][1]
+        return host[lane + 1 :] + host[:lane]
 
     def carrier(self, host: tuple[int, ...], owner: int) -> int:
         return host[self.homes[owner][1] % len(host)]
 
     def carried(self, carrier: int, host: tuple[int, ...]) -> list[int]:
-        """The ranks of a host whose shards a rank of this one carries."""
-        here = self.behind(0)
-        return [owner for owner in host if self.carrier(here, owner) == carrier]
+        """The ranks of ``host`` whose shards a rank of this host carries."""
+        own_host = self.behind(0)
+        return [owner for owner in host if self.carrier(own_host, owner) == carrier]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,13 @@ class Placement:
     """This rank's place in a global problem.
 
     Attributes:
-        communicator: of all ranks.
+        communicator: the communicator of all ranks.
         exchange: the schedule.
-        reduction: what the trainer does with the parameters' gradients over the ranks, "mean" or "sum".
-        shards: of every rank.
-        call: of the forward pass.
-        unread: whether the scale or the bias is on a device, where this call is to compare it: see ``scalars``.
-        agreed: whether the ranks agree on each phase before it begins, as on the replay of a graph, and not within.
+        reduction: how the trainer reduces the parameters' gradients over the ranks, "mean" or "sum".
+        shards: the shards of all ranks.
+        call: the label of the forward pass.
+        unread: whether this call must compare the scale or the bias on a device: see ``scalars``.
+        agreed: whether the ranks agree on a phase before it begins, as for the replay of a graph, and not within it.
     """
 
     communicator: Communicator
@@ -120,9 +120,9 @@ class Placement:
 
     @property
     def route(self) -> Route:
-        """How shards come to this rank: over a ring each rank is a host of its own, and for a gather all are one's."""
-        every = tuple(range(self.size))
-        hosts = {"ring": tuple((r,) for r in every), "gather": (every,)}.get(self.exchange, self.communicator.hosts)
+        """How shards reach this rank. For a ring each rank counts as a host; for a gather all ranks count as one."""
+        ranks = tuple(range(self.size))
+        hosts = {"ring": tuple((r,) for r in ranks), "gather": (ranks,)}.get(self.exchange, self.communicator.hosts)
         return Route.of(hosts, self.rank)
 
     @property
@@ -133,9 +133,9 @@ class Placement:
     def factor(self) -> float:
         """The factor on the features' gradient of the global loss.
 
-        A parameter's gradient is the sum of what each rank's features send back. A trainer that takes the mean over
-        the n ranks divides that by n, which this factor undoes; one that takes the sum does not. The gradients of
-        scale and bias, which every rank holds whole, are those of the global loss under a mean, and 1 / n of them
-        under a sum.
+        A parameter's gradient is the sum of the contributions of all ranks' features. A trainer that takes the mean
+        over the n ranks divides the sum by n, which this factor undoes; a trainer that takes the sum needs no factor.
+        Every rank computes the complete gradients of scale and bias: they are those of the global loss for a mean, and
+        1 / n of them for a sum.
         """
         return float(self.size) if self.reduction == "mean" else 1.0

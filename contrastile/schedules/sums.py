@@ -1,4 +1,4 @@
-"""Sums over the ranks, the scale of the gradients, and the phases of a call: what the schedules of ranks share."""
+"""Functions that the schedules of ranks share: sums over ranks, scaled gradients, and the phases of a call."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from contrastile.schedules.problem import Problem
 
 
 def placed(problem: Problem) -> Placement:
-    """Where this rank's part of the problem lies."""
+    """The placement of a problem of several ranks."""
     assert problem.placement is not None
     return problem.placement
 
 
 @contextmanager
 def phase(placement: Placement, wanted: local.Wanted | None = None) -> Iterator[None]:
-    """While open, a phase of the call: with ``wanted`` its backward, else its forward, which the handshake has begun.
+    """A context for a phase of a call: its backward if ``wanted`` is given, else its forward, begun by the handshake.
 
     Raises:
         ExchangeError: a rank is at another call or phase, or wants other gradients, or did not answer within the
@@ -35,8 +35,8 @@ def phase(placement: Placement, wanted: local.Wanted | None = None) -> Iterator[
         # imported when called: ``import contrastile`` imports nothing but the standard library
         import numpy as np
 
-        wants = sum(1 << i for i, flag in enumerate(flags) if flag)
-        label = Label(placement.call.serial, "backward", placement.call.loss, wants)
+        bits = sum(1 << i for i, flag in enumerate(flags) if flag)
+        label = Label(placement.call.serial, "backward", placement.call.loss, bits)
         placement.communicator.agree(np.empty(0, np.int64), label)
     try:
         yield
@@ -44,8 +44,8 @@ def phase(placement: Placement, wanted: local.Wanted | None = None) -> Iterator[
         placement.communicator.calls.leave()
 
 
-def summed(placement: Placement, arrays: ArrayLibrary, *numbers: Array) -> Sequence[Array]:
-    """The sum of each number, 0-d in float64, over the ranks: the same bits on each of them. One message for all."""
+def all_reduce(placement: Placement, arrays: ArrayLibrary, *numbers: Array) -> Sequence[Array]:
+    """The sum of each number, 0-d in float64, over the ranks, with the same bits on each; in one message."""
     if placement.size == 1 or not numbers:
         return numbers
     parts = ((x.reshape((1,)), (1,) * placement.size) for x in numbers)
@@ -53,38 +53,38 @@ def summed(placement: Placement, arrays: ArrayLibrary, *numbers: Array) -> Seque
 
 
 def gathered(placement: Placement, arrays: ArrayLibrary, *parts: tuple[Array, Sequence[int]]) -> list[Array]:
-    """Every rank's arrays, joined in the order of the ranks. One message for all, and none in a world of one.
+    """All ranks' arrays, joined in the order of the ranks, in one message; a world of one sends none.
 
-    The parts are this rank's arrays, each with the rows that each rank has of it.
+    Each part is an array of this rank, and the number of rows that each rank has of it.
     """
-    own, ranks = [arrays.contiguous(x) for x, _ in parts], range(placement.size)
+    sent, ranks = [arrays.contiguous(x) for x, _ in parts], range(placement.size)
     if placement.size == 1:
-        return own
+        return sent
     wholes = [arrays.empty((sum(counts), *x.shape[1:]), arrays.dtype(x), x) for x, counts in parts]
-    split = [buffers.split(whole, counts) for whole, (_, counts) in zip(wholes, parts, strict=True)]
-    incoming = {r: [each[r] for each in split] for r in ranks}
-    placement.communicator.exchange(dict.fromkeys(ranks, own), incoming).wait()
+    splits = [buffers.split(whole, counts) for whole, (_, counts) in zip(wholes, parts, strict=True)]
+    incoming = {r: [split[r] for split in splits] for r in ranks}
+    placement.communicator.exchange(dict.fromkeys(ranks, sent), incoming).wait()
     return wholes
 
 
 def finalize_loss(
     problem: Problem, loss: Array, rows: SideStatistics, arrays: ArrayLibrary, columns: SideStatistics | None = None
 ) -> local.Forward:
-    """The global loss from this rank's part of it, or its statistics as they are, with this rank's log-sum-exps."""
+    """The global loss from this rank's part of it, and this rank's log-sum-exps; statistics stay as they are."""
     if problem.kind == STATISTICS:
-        value = loss
+        total = loss
     else:
-        value = arrays.cast(summed(placed(problem), arrays, loss)[0], arrays.dtype(problem.scale))
-    return local.Forward(value, rows[:2], None if columns is None else columns[:2])
+        total = arrays.cast(all_reduce(placed(problem), arrays, loss)[0], arrays.dtype(problem.scale))
+    return local.Forward(total, rows[:2], None if columns is None else columns[:2])
 
 
 def scaled_weights(problem: Problem, upstream: Array) -> Problem:
-    """The problem with its weights times the gradient that arrives from above and times ``Placement.factor``."""
+    """The problem with its weights multiplied by the upstream gradient and by ``Placement.factor``."""
     return problem.weighted(upstream * placed(problem).factor)
 
 
-def mean(placement: Placement, arrays: ArrayLibrary, total: Array, scale: Array) -> Array:
-    """The mean over the ranks, from their sum, of the gradient of scale or bias; in the scale's dtype."""
+def rank_mean(placement: Placement, arrays: ArrayLibrary, total: Array, scale: Array) -> Array:
+    """The mean over the ranks of the gradient of scale or bias, from its total; in the scale's dtype."""
     return arrays.cast(total / placement.size, arrays.dtype(scale))
 
 
@@ -93,11 +93,11 @@ def gradients_over_ranks(
 ) -> local.Gradients:
     """This rank's gradients: ``local.gradients_from_sums``, with scale and bias averaged over the ranks.
 
-    ``Placement.factor`` is in the sums already, or in ``upstream``.
+    The sums, or ``upstream``, include ``Placement.factor`` already.
     """
-    # in float64 until they are whole: the ranks' parts may be large where their sum is small
-    found = local.gradients_from_sums(problem, sums, upstream, wanted, arrays, "float64")
-    parts = {name: x for name, x in (("scale", found.scale), ("bias", found.bias)) if x is not None}
-    totals = summed(placed(problem), arrays, *parts.values())
-    of_all = zip(parts, totals, strict=True)
-    return replace(found, **{name: mean(placed(problem), arrays, x, problem.scale) for name, x in of_all})
+    # sum in float64, because the ranks' parts may be large and their sum small
+    gradients = local.gradients_from_sums(problem, sums, upstream, wanted, arrays, "float64")
+    numbers = {name: x for name, x in (("scale", gradients.scale), ("bias", gradients.bias)) if x is not None}
+    totals = all_reduce(placed(problem), arrays, *numbers.values())
+    named = zip(numbers, totals, strict=True)
+    return replace(gradients, **{name: rank_mean(placed(problem), arrays, x, problem.scale) for name, x in named})

@@ -1,9 +1,9 @@
 """Rows against themselves over ranks: each pair of shards is computed once, by one of the two ranks.
 
-Rank i computes its rows against its own, as ``triangle`` does, and against those of the ranks i - 1, ..., i - n // 2,
-which come around the ring; the ranks of a host likewise among themselves, and hosts among hosts. What it finds of
-another rank's rows goes straight home. With an even number of ranks, or of hosts, two that lie opposite each other meet
-twice, and each computes half of their block.
+Rank i computes its rows against themselves, as ``triangle`` does, and against the rows of the ranks i - 1, ...,
+i - n // 2, which travel around the ring. The ranks of a host do so among themselves, and the hosts among each other.
+The results for another rank's rows are sent straight to that rank. With an even number of ranks, or of hosts, two
+opposite ones meet twice, and each computes half of their block.
 """
 
 from __future__ import annotations
@@ -14,31 +14,35 @@ from contrastile.backends import bars
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Block, SideStatistics, SideWeights, Weights
 from contrastile.schedules import local, triangle
-from contrastile.schedules.hosts import Returns, added, visits
+from contrastile.schedules.hosts import Returns, add_in_place, visits
 from contrastile.schedules.placement import Placement
-from contrastile.schedules.problem import Problem, marks_of
+from contrastile.schedules.problem import Problem, slice_marks
 from contrastile.schedules.sums import finalize_loss, gradients_over_ranks, placed, scaled_weights
 
 
 def shares(placement: Placement, rank: int, owner: int) -> tuple[slice, slice] | None:
-    """Which of its own rows a rank computes against which of another's; None where the other computes their block."""
+    """The spans of a rank's rows and of an owner's rows that the rank computes; None if the owner computes them."""
     sizes, hosts, homes = placement.shards.rows, placement.route.hosts, placement.route.homes
-    (host, lane), (there, other) = homes[rank], homes[owner]
-    mine, its, n = (lane, other, len(hosts[host])) if host == there else (host, there, len(hosts))
-    twice = 2 * ((mine - its) % n)
-    if twice > n:
+    (host, lane), (owner_host, owner_lane) = homes[rank], homes[owner]
+    i, j, n = (lane, owner_lane, len(hosts[host])) if host == owner_host else (host, owner_host, len(hosts))
+    doubled = 2 * ((i - j) % n)
+    if doubled > n:
         return None
     rows, columns = slice(0, sizes[rank]), slice(0, sizes[owner])
-    if twice != n:
+    if doubled != n:
         return rows, columns
-    # the half of the lower one's rows that it computes itself
-    size = sizes[rank if mine < its else owner]
-    half = triangle.middle(size, max(1, min(triangle.ALIGNED, size // 16)))
-    return (slice(0, half), columns) if mine < its else (rows, slice(half, columns.stop))
+    # the lower one computes this first half of its own rows
+    size = sizes[rank if i < j else owner]
+    half = triangle.half_length(size, max(1, min(triangle.ALIGNED, size // 16)))
+    return (slice(0, half), columns) if i < j else (rows, slice(half, columns.stop))
 
 
 class _ShardExchange:
-    """The shards that a rank is sent, step by step, and the results that return to their owners."""
+    """The shards that a rank receives, step by step, and the results that it returns to their owners.
+
+    Attributes:
+        results: the results of the current step, by the owner of the shard.
+    """
 
     def __init__(
         self,
@@ -49,82 +53,83 @@ class _ShardExchange:
         combine: Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]],
         take: Callable[[slice, Sequence[Array]], None],
     ) -> None:
-        """``take(rows, found)`` is called with what others have found of some of this rank's rows: ``width`` arrays."""
+        """``take(rows, results)`` is called with another rank's ``width`` results for some of this rank's rows."""
         self.problem, self.placement, self.arrays = problem, placed(problem), arrays
         ids = [] if problem.column_ids is None else [problem.column_ids]
-        self._ids, self._own = len(ids), [arrays.contiguous(x) for x in (problem.rows, *ids, *vectors)]
-
+        self._id_count, self._sent = len(ids), [arrays.contiguous(x) for x in (problem.rows, *ids, *vectors)]
         hosts = self.placement.route.hosts
-        self._count, self.found = 1 + len(hosts) // 2, dict[int, Sequence[Array]]()
+        self._count, self.results = 1 + len(hosts) // 2, dict[int, Sequence[Array]]()
 
         def sizes(rank: int, owner: int) -> list[int] | None:
-            places = shares(self.placement, rank, owner)
-            return None if places is None else [places[1].stop - places[1].start] * width
+            spans = shares(self.placement, rank, owner)
+            return None if spans is None else [spans[1].stop - spans[1].start] * width
 
-        def taken(rank: int, found: Sequence[Array]) -> None:
-            places = shares(self.placement, rank, self.placement.rank)
-            assert places is not None
-            take(places[1], found)
+        def take_results(rank: int, results: Sequence[Array]) -> None:
+            spans = shares(self.placement, rank, self.placement.rank)
+            assert spans is not None
+            take(spans[1], results)
 
-        self._returns = Returns(self.placement, arrays, sizes, combine, taken)
+        self._returns = Returns(self.placement, arrays, sizes, combine, take_results)
 
     def __iter__(self) -> Iterator[tuple[int, Block | None, slice, slice, Sequence[Array]]]:
-        """Of each shard its owner, the block to compute, the rows that meet in it, as ``shares`` says, and its vectors.
+        """For each shard: its owner, the block to compute, its spans of rows and columns (``shares``), and its vectors.
 
-        This rank's own comes first, with no block. What is found of each other one is to be put into ``found``.
+        This rank's own shard comes first, without a block. The caller puts the results for any other into ``results``.
         """
-        place, own = self.placement, self._own
-        rows = place.shards.rows
+        placement, sent = self.placement, self._sent
+        rows = placement.shards.rows
 
         def sizes(rank: int) -> list[int]:
-            return [rows[rank]] * len(own)
+            return [rows[rank]] * len(sent)
 
-        for distance, runs in visits(place, self.arrays, own, sizes, self._count):
-            self.found = {}
-            shards = {owner: xs for run in runs for owner, xs in run.parted(sizes).items()}
-            for owner in sorted(shards, key=lambda owner: (place.rank - owner) % place.size):
-                features, *rest = shards[owner]
-                places, block = shares(place, place.rank, owner), None
-                if places is None:
+        for distance, runs in visits(placement, self.arrays, sent, sizes, self._count):
+            self.results = {}
+            shards = {owner: arrays for run in runs for owner, arrays in run.parted(sizes).items()}
+            for owner in sorted(shards, key=lambda owner: (placement.rank - owner) % placement.size):
+                features, *vectors = shards[owner]
+                spans, block = shares(placement, placement.rank, owner), None
+                if spans is None:
                     continue
-                if owner != place.rank:
-                    part, there = self.problem.of_rows(places[0]), places[1]
-                    ids = rest[0] if self._ids else None
-                    marks = marks_of((ids, None, None), there)
-                    block = triangle.across(part, features[there], place.shards.start(owner) + there.start, marks)
-                yield owner, block, *places, rest[self._ids :]
-            if place.rank not in shards:
-                self._returns.send(distance, self.found)
+                if owner != placement.rank:
+                    row_problem, span = self.problem.of_rows(spans[0]), spans[1]
+                    ids = vectors[0] if self._id_count else None
+                    marks = slice_marks((ids, None, None), span)
+                    block = triangle.cross_block(
+                        row_problem, features[span], placement.shards.start(owner) + span.start, marks
+                    )
+                yield owner, block, *spans, vectors[self._id_count :]
+            if placement.rank not in shards:
+                self._returns.send(distance, self.results)
         self._returns.finish()
 
 
 def forward(problem: Problem, work: local.Work, *, wanted: local.Wanted | None = None) -> local.Forward:
-    """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows. Nothing is kept.
+    """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows; no kept arrays.
 
-    It raises what ``gather.forward`` raises.
+    It raises the errors of ``gather.forward``.
     """
     backend, options = work
-    arrays, whole = backend.arrays, slice(0, problem.rows.shape[0])
-    mine = SideStatistics(None, None, None)
+    arrays, all_rows = backend.arrays, slice(0, problem.rows.shape[0])
+    row_side = SideStatistics(None, None, None)
 
-    def take(rows: slice, found: Sequence[Array]) -> None:
-        for x, part in zip(mine, local.merged(arrays, ([x[rows] for x in mine], found)), strict=True):
-            x[rows] = part
+    def take(rows: slice, results: Sequence[Array]) -> None:
+        for x, merged in zip(row_side, local.merge_parts(arrays, ([x[rows] for x in row_side], results)), strict=True):
+            x[rows] = merged
 
-    exchange = _ShardExchange(problem, arrays, (), len(mine), lambda *each: local.merged(arrays, each), take)
+    exchange = _ShardExchange(problem, arrays, (), len(row_side), lambda *xs: local.merge_parts(arrays, xs), take)
     for owner, block, rows, _, _ in exchange:
         if block is None:
-            own = triangle.within(problem, exchange.placement.start)
-            most = triangle.whole_up_to(own, work)
-            mine = triangle.statistics(own, whole, most, work)
+            subproblem = triangle.subproblem(problem, exchange.placement.start)
+            diagonal_rows = triangle.diagonal_rows(subproblem, work)
+            row_side = triangle.statistics(subproblem, all_rows, diagonal_rows, work)
             continue
         backend.check(block, options)
-        found = backend.lse(block, True, options)
-        assert found.columns is not None
-        take(rows, found.rows)
-        exchange.found[owner] = found.columns
-    loss = local.loss(problem, arrays, "float64", mine)
-    return finalize_loss(problem, loss, mine, arrays)
+        results = backend.lse(block, True, options)
+        assert results.columns is not None
+        take(rows, results.rows)
+        exchange.results[owner] = results.columns
+    loss = local.loss(problem, arrays, "float64", row_side)
+    return finalize_loss(problem, loss, row_side, arrays)
 
 
 def backward(
@@ -135,9 +140,9 @@ def backward(
     sums = local.accumulator(work.backend, problem.rows, wanted.rows or wanted.scale)
     if sums is not None:
         _add_gradients(weighted, saved, sums, work)
-    whole = local.Sums(sums, (), None)
-    found = gradients_over_ranks(problem, whole, None, wanted, arrays)
-    return triangle.counted_once(found)
+    gradient_sums = local.Sums(sums, (), None)
+    gradients = gradients_over_ranks(problem, gradient_sums, None, wanted, arrays)
+    return triangle.halve_scale_gradient(gradients)
 
 
 def _add_gradients(problem: Problem, saved: local.Forward, sums: Array, work: local.Work) -> None:
@@ -145,24 +150,24 @@ def _add_gradients(problem: Problem, saved: local.Forward, sums: Array, work: lo
     backend, options = work
     arrays = backend.arrays
 
-    def weighed(vectors: Sequence[Array]) -> SideWeights:
+    def shard_weights(vectors: Sequence[Array]) -> SideWeights:
         n, p, weight, target = vectors
         return bars.side_weights(problem.terms(arrays), arrays, (n, p), weight, target)
 
     vectors = *saved.rows, problem.row_weight, problem.row_target
-    own = weighed(vectors)
+    own_weights = shard_weights(vectors)
 
-    def take(rows: slice, found: Sequence[Array]) -> None:
-        sums[rows] += found[0]
+    def take(rows: slice, results: Sequence[Array]) -> None:
+        sums[rows] += results[0]
 
-    exchange = _ShardExchange(problem, arrays, vectors, 1, added, take)
-    for owner, block, rows, columns, theirs in exchange:
+    exchange = _ShardExchange(problem, arrays, vectors, 1, add_in_place, take)
+    for owner, block, rows, columns, shard_vectors in exchange:
         if block is None:
-            mine = triangle.within(problem, exchange.placement.start)
-            weights = triangle.weights_within(mine, saved.rows, arrays)
-            triangle.add_gradients(mine, *weights, sums, work)
+            subproblem = triangle.subproblem(problem, exchange.placement.start)
+            pair_weights = triangle.subproblem_weights(subproblem, saved.rows, arrays)
+            triangle.add_gradients(subproblem, *pair_weights, sums, work)
             continue
-        there = local.accumulator(backend, block.columns, True)
-        both = Weights(own.part(rows), weighed(theirs).part(columns))
-        backend.gradients(block, both, sums[rows], there, options)
-        exchange.found[owner] = [there]
+        column_sum = local.accumulator(backend, block.columns, True)
+        weights = Weights(own_weights.part(rows), shard_weights(shard_vectors).part(columns))
+        backend.gradients(block, weights, sums[rows], column_sum, options)
+        exchange.results[owner] = [column_sum]
