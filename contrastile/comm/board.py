@@ -1,7 +1,7 @@
-"""Frames between the ranks of one host, through shared memory: no thread of an engine has to wake for one.
+"""Frames between the ranks of one host, through shared memory, so that no frame has to wake a thread of an engine.
 
-Each rank has two slots and writes them in turn. A rank writes its next frame only after it has read everybody's last
-one, so that no slot is overwritten before all have read it.
+Each rank has two slots and writes them in turn. A rank writes its next frame only after it has read all ranks' last
+frames, so no slot is overwritten before all ranks have read it.
 """
 
 from __future__ import annotations
@@ -25,79 +25,79 @@ _SLOT, _HEAD = 256, struct.Struct("<qqq")
 ROOM = _SLOT - _HEAD.size
 """The most bytes of a frame."""
 _LIVING = 0.05
-"""Seconds between two looks for processes that have ended."""
+"""Seconds between two checks for processes that have ended."""
 
 
 class Board:
-    """Memory that the ranks of one host, of these processes, share."""
+    """Memory that the ranks of one host share; ``processes`` are their process ids."""
 
     def __init__(self, rank: int, processes: Sequence[int], memory: mmap.mmap) -> None:
         self._rank, self._processes, self._memory, self._turn = rank, processes, memory, 0
 
     def gather(self, own: bytes, seconds: float) -> list[bytes]:
-        """Every rank's bytes, of one length, ``ROOM`` at most.
+        """All ranks' bytes, of the same length, at most ``ROOM``.
 
         Raises:
             PeerTimeout: a rank's process has ended, or it did not answer in time.
         """
         self._turn += 1
-        at = self._place(self._rank)
-        self._memory[at : at + _HEAD.size + len(own)] = _HEAD.pack(self._turn, len(own), self._sum(own)) + own
-        found: list[bytes | None] = [None] * len(self._processes)
-        look = time.monotonic() + _LIVING
+        start = self._offset(self._rank)
+        self._memory[start : start + _HEAD.size + len(own)] = _HEAD.pack(self._turn, len(own), self._crc(own)) + own
+        frames: list[bytes | None] = [None] * len(self._processes)
+        next_check = time.monotonic() + _LIVING
 
-        def arrived() -> bool:
-            nonlocal look
-            for rank, frame in enumerate(found):
+        def has_arrived() -> bool:
+            nonlocal next_check
+            for rank, frame in enumerate(frames):
                 if frame is None:
-                    found[rank] = self._read(rank)
-            if None in found and time.monotonic() > look:
-                look = time.monotonic() + _LIVING
-                ended = [r for r, x in enumerate(found) if x is None and not _lives(self._processes[r])]
-                # it may have written its frame, and ended then
+                    frames[rank] = self._read(rank)
+            if None in frames and time.monotonic() > next_check:
+                next_check = time.monotonic() + _LIVING
+                ended = [r for r, frame in enumerate(frames) if frame is None and not _lives(self._processes[r])]
+                # a process may have written its frame before it ended
                 if lost := [r for r in ended if self._read(r) is None]:
                     raise PeerTimeout(lost, "cannot be reached (its process has ended)")
-            return None not in found
+            return None not in frames
 
-        if not watchdog.until(arrived, seconds):
-            raise PeerTimeout([r for r, x in enumerate(found) if x is None], "did not answer")
-        return [x for x in found if x is not None]
+        if not watchdog.until(has_arrived, seconds):
+            raise PeerTimeout([r for r, frame in enumerate(frames) if frame is None], "did not answer")
+        return [frame for frame in frames if frame is not None]
 
-    def _place(self, rank: int) -> int:
+    def _offset(self, rank: int) -> int:
         return _SLOT * (2 * rank + self._turn % 2)
 
-    def _sum(self, frame: bytes) -> int:
+    def _crc(self, frame: bytes) -> int:
         return zlib.crc32(frame, self._turn & 0xFFFFFFFF)
 
     def _read(self, rank: int) -> bytes | None:
-        """A rank's frame of this turn; None until all of it is there, in whatever order a processor shows writes."""
-        at = self._place(rank)
-        turn, size, expected = _HEAD.unpack_from(self._memory, at)
+        """A rank's frame of this turn, or None until it is complete; the checksum detects writes in another order."""
+        start = self._offset(rank)
+        turn, size, checksum = _HEAD.unpack_from(self._memory, start)
         if turn != self._turn:
             return None
-        frame = self._memory[at + _HEAD.size : at + _HEAD.size + min(size, ROOM)]
-        return frame if self._sum(frame) == expected else None
+        frame = self._memory[start + _HEAD.size : start + _HEAD.size + min(size, ROOM)]
+        return frame if self._crc(frame) == checksum else None
 
 
 def opened(rank: int, size: int, tell: Callable[[str], Sequence[str]]) -> Board | None:
-    """The board of these ranks; None where one of them cannot share memory with the others, or see their processes.
+    """The board of the ranks; None if a rank cannot share memory with the others, or cannot see their processes.
 
-    Every rank calls this at the same place. ``tell`` gives every rank's text, by rank.
+    Every rank must call this at the same point. ``tell`` returns all ranks' texts, by rank.
     """
     name = ""
     with suppress(OSError):
         if rank == 0:
-            number, name = tempfile.mkstemp(prefix="contrastile-", dir=_MEMORY)
-            with open(number, "wb") as file:
-                # written to: where the place is full, touching memory that is merely reserved would end the process
+            descriptor, name = tempfile.mkstemp(prefix="contrastile-", dir=_MEMORY)
+            with open(descriptor, "wb") as file:
+                # write all bytes: if the file system is full, touching reserved memory would end the process
                 file.write(bytes(2 * _SLOT * size))
-    told = [json.loads(text) for text in tell(json.dumps([name, os.getpid()]))]
-    place, processes, memory = told[0][0], [process for _, process in told], None
-    with suppress(OSError, ValueError), open(place, "r+b") as file:
+    answers = [json.loads(text) for text in tell(json.dumps([name, os.getpid()]))]
+    path, processes, memory = answers[0][0], [process for _, process in answers], None
+    with suppress(OSError, ValueError), open(path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), 2 * _SLOT * size)
     able = tell("able" if memory is not None and all(map(_lives, processes)) else "")
     if name:
-        # the memory lasts as long as somebody has it open
+        # the memory lasts as long as a process has it open
         os.unlink(name)
     return Board(rank, processes, memory) if memory is not None and all(able) else None
 

@@ -1,6 +1,6 @@
-"""Arrays as bytes: views for arrays on the host, pinned copies for arrays on a device.
+"""Arrays as bytes: views of arrays on the host, pinned copies of arrays on a device.
 
-Also arrays in parts, one per rank: split, received and added up.
+Also arrays in parts, one per rank: split, copied and added up.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ if TYPE_CHECKING:
     Bytes = npt.NDArray[np.uint8]
 
 PIECE = 1 << 30
-"""Bytes of one piece of a long message: engines count in 32 bits."""
+"""The most bytes of a piece of a message: longer messages are split, because engines count bytes in 32 bits."""
 
 
 def raw(x: Array) -> Bytes:
-    """The bytes of an array on the host, (nbytes,) uint8: its own memory, no copy.
+    """The bytes of an array on the host, (nbytes,) uint8, as a view of its memory.
 
     Raises:
-        ValueError: it is not contiguous, so that there is no such view.
+        ValueError: the array is not contiguous, so it has no such view.
     """
-    found: Bytes
+    view: Bytes
     if library_of(x).name == "torch":
         if not x.is_contiguous():
             raise ValueError("arrays that travel must be contiguous, got gaps; send x.contiguous()")
         torch = sys.modules["torch"]
-        found = x.detach().view(-1).view(torch.uint8).numpy()
-        return found
+        view = x.detach().view(-1).view(torch.uint8).numpy()
+        return view
     if not x.flags.c_contiguous:
         raise ValueError("arrays that travel must be contiguous, got gaps; send numpy.ascontiguousarray(x)")
-    found = x.reshape(-1).view("uint8")
-    return found
+    view = x.reshape(-1).view("uint8")
+    return view
 
 
 def untransformed() -> AbstractContextManager[Any]:
-    """While open, no transform of torch.func is under way: in one, every tensor that is made is a wrapper."""
+    """A context outside any transform of torch.func, because inside one every new tensor is a wrapper."""
     torch = sys.modules.get("torch")
     if torch is None or not getattr(torch._C, "_are_functorch_transforms_active", bool)():
         return nullcontext()
-    found: AbstractContextManager[Any] = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
-    return found
+    context: AbstractContextManager[Any] = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
+    return context
 
 
 def stored(x: Array) -> Array:
-    """An array without the wrappers of transforms, which have no memory."""
+    """The array without the wrappers of torch.func's transforms, which have no memory."""
     torch = sys.modules.get("torch")
     while torch is not None and isinstance(x, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
@@ -60,12 +60,12 @@ def stored(x: Array) -> Array:
 
 
 def pieces(parts: Mapping[int, Sequence[Bytes]]) -> Iterator[tuple[int, Bytes]]:
-    """A message's bytes in the pieces in which they are sent and received, each with its rank."""
+    """The bytes of a message in the pieces that are sent and received, each with its rank."""
     return ((r, x[start : start + PIECE]) for r, xs in parts.items() for x in xs for start in range(0, x.size, PIECE))
 
 
 def to_host(xs: list[Array]) -> list[Any]:
-    """Copies of arrays on one device in pinned host memory, complete when this returns."""
+    """Copies of arrays on one device in pinned host memory; the copies are complete when this returns."""
     if not xs:
         return []
     arrays = library_of(xs[0])
@@ -84,7 +84,7 @@ def to_host(xs: list[Array]) -> list[Any]:
 
 
 def read_later(x: Array) -> Callable[[], Any | None] | None:
-    """Start to copy a small array to the host; the returned function gives it as NumPy's, or None until it has arrived.
+    """Start to copy a small array to the host; returns a function that gives the NumPy array, or None until it arrives.
 
     Returns None while a CUDA graph is captured: the host sees no replay, and querying an event would end the capture.
     """
@@ -100,28 +100,28 @@ def read_later(x: Array) -> Callable[[], Any | None] | None:
         host, event = _pinned(x), cuda.Event()
         host.copy_(x.detach(), non_blocking=True)
         event.record(cuda.current_stream(x.device))
-        # a view now: who asks may be inside a transform of torch.func, where no tensor gives one
+        # make the view now, because the function may run inside a transform of torch.func, where no tensor gives one
         values = host.numpy()
         return lambda: values if not cuda.is_current_stream_capturing() and event.query() else None
-    current, number = sys.modules["cupy"].cuda.get_current_stream, x.device.id
-    if _captured(number):
+    get_stream, gpu = sys.modules["cupy"].cuda.get_current_stream, x.device.id
+    if _captured(gpu):
         return None
     landing = _pinned(x)
     x.get(out=landing, blocking=False)
-    reached = current(number).record()
-    return lambda: landing if not _captured(number) and reached.done else None
+    done = get_stream(gpu).record()
+    return lambda: landing if not _captured(gpu) and done.done else None
 
 
-def _captured(number: int) -> bool:
-    """Whether CuPy's current stream on this GPU, or torch's, is captured."""
+def _captured(gpu: int) -> bool:
+    """Whether CuPy's current stream on a GPU, or torch's current stream, is being captured."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return True
-    return bool(sys.modules["cupy"].cuda.get_current_stream(number).is_capturing())
+    return bool(sys.modules["cupy"].cuda.get_current_stream(gpu).is_capturing())
 
 
 def from_host(x: Array) -> tuple[Any, Callable[[], None]]:
-    """Pinned host memory for what an array on a device receives, and what copies it to the device once it is there."""
+    """Pinned host memory that receives the bytes for an array on a device, and a function that copies them there."""
     host = _pinned(x)
 
     def copy_back() -> None:
@@ -129,7 +129,7 @@ def from_host(x: Array) -> tuple[Any, Callable[[], None]]:
             x.detach().copy_(host, non_blocking=True)
         else:
             x.set(host)
-            # the pool may hand this memory out again before a copy under way has read it
+            # wait, because the pool may reuse the pinned memory before the copy has read it
             sys.modules["cupy"].cuda.get_current_stream(x.device.id).synchronize()
 
     return host, copy_back
@@ -143,7 +143,7 @@ def _pinned(x: Array) -> Any:
 
 
 def split(x: Array, sizes: Sequence[int]) -> list[Array]:
-    """The parts of these sizes along the first axis; views."""
+    """The parts of the given sizes along the first axis; views."""
     parts, start = [], 0
     for size in sizes:
         parts.append(x[start : start + size])
@@ -152,21 +152,21 @@ def split(x: Array, sizes: Sequence[int]) -> list[Array]:
 
 
 def copied(x: Array) -> Array:
-    """A copy, in the library's own memory."""
+    """A copy of an array, in memory of its library."""
     return x.clone() if hasattr(x, "clone") else x.copy()
 
 
 def copy(x: Array, into: Array) -> None:
-    """``into`` = x, of the same library."""
+    """Copy x into an array of the same library."""
     if hasattr(into, "copy_"):
-        # torch's own call costs the host a third of the time
+        # ``copy_`` takes a third of the host's time
         into.copy_(x)
     else:
         into[...] = x
 
 
 def add_up(parts: Sequence[Array], into: Array) -> None:
-    """``into`` = the sum of the parts, in their order."""
+    """Write the sum of the parts, added in their order, into ``into``."""
     if len(parts) == 1:
         copy(parts[0], into)
         return

@@ -1,13 +1,13 @@
 """``Communicator``: messages between the ranks of a group.
 
 ``docs/how-to/write-communicator.md`` shows how to write one.
-Implementations: ``inprocess`` (threads of one process, for tests and teaching), and over ``point_to_point`` ``mpi``
+Implementations: ``inprocess`` (threads of one process, for tests and teaching); and, over ``point_to_point``, ``mpi``
 (mpi4py) and ``torch_group`` (torch.distributed), which send arrays on GPUs by ``nccl``.
 
 A message is a list of contiguous arrays whose shapes both sides know: the handshake exchanges sizes once. Messages are
-matched by order: every rank posts the same ones in the same order, and ``calls`` detects ranks that do not. From
-``post`` until the wait the arrays belong to the message: the sender must not change them, the receiver must not read
-them. On a GPU the current stream waits, not the host.
+matched by order: every rank posts the same messages in the same order, and ``calls`` detects ranks that do not. From
+``post`` until ``wait`` the arrays belong to the message: the sender must not change them, and the receiver must not
+read them. On a GPU the current stream waits, not the host.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Parts = Mapping[int, Sequence[Array]]
-"""Arrays by the rank that they go to or come from."""
+"""Arrays by the rank that receives or sends them."""
 
 Hosts = tuple[tuple[int, ...], ...]
 
 
 def hosts_of(names: Sequence[str]) -> Hosts:
-    """The ranks of each host, from the name of each rank's."""
-    return tuple(tuple(r for r, x in enumerate(names) if x == name) for name in dict.fromkeys(names))
+    """The ranks of each host, from the name of each rank's host."""
+    return tuple(tuple(r for r, other in enumerate(names) if other == name) for name in dict.fromkeys(names))
 
 
 class ExchangeError(RuntimeError):
@@ -51,18 +51,18 @@ class Pending(Protocol):
     """A message under way."""
 
     def wait(self) -> None:
-        """Wait. Work queued from now on may read what was received, and may change what was sent.
+        """Wait until work that is queued from now on may read the received arrays and change the sent ones.
 
         Raises:
             PeerTimeout: a rank is gone, or did not answer in time; ``Communicator`` makes it an ExchangeError.
-            Conflict: what came is not what was expected; likewise.
+            Conflict: the received bytes are not those expected; ``Communicator`` makes it an ExchangeError.
         """
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Posted:
-    """A message under way, by its ``wait``."""
+    """A message under way, given by its ``wait`` function."""
 
     wait: Callable[[], None]
 
@@ -71,16 +71,16 @@ class Communicator(ABC):
     """Messages between the ranks of one group.
 
     An implementation sets ``name`` and ``devices``, calls ``__init__``, and defines ``gather_bytes``, ``post`` and, if
-    it holds anything, ``close``. Everything else is written here once.
+    it holds resources, ``close``. This class implements everything else.
 
     Attributes:
-        name: for reports: "in-process", "mpi", "torch gloo", "nccl".
-        devices: kinds of devices whose arrays it carries.
+        name: the name in reports: "in-process", "mpi", "torch gloo", "nccl".
+        devices: the kinds of devices whose arrays it carries.
         rank: this rank's number, 0..size-1.
         size: the number of ranks.
-        deadline: seconds until waiting for another rank raises.
+        deadline: the seconds after which waiting for another rank raises.
         global_ranks: the ranks' numbers in the whole program, for error messages.
-        hosts: the ranks of each host, in rising order, the same on every rank; all on one where nobody says otherwise.
+        hosts: the ranks of each host, in rising order, the same on every rank; by default all ranks are on one host.
         calls: this rank's position among the calls of the group.
     """
 
@@ -94,11 +94,11 @@ class Communicator(ABC):
         self.calls = Calls()
         self._failure: str | None = None
 
-    # an implementation defines these
+    # methods that an implementation defines
 
     @abstractmethod
     def gather_bytes(self, own: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank; they have one length on all ranks. It runs on the host and waits.
+        """All ranks' bytes, by rank; the length is the same on all ranks. It runs on the host and waits.
 
         Raises:
             PeerTimeout: a rank is gone, or did not answer in time.
@@ -108,45 +108,45 @@ class Communicator(ABC):
     def post(self, outgoing: Parts, incoming: Parts) -> Pending | None:
         """Start to send ``outgoing[r]`` to rank r and to receive ``incoming[r]`` from rank r; return without waiting.
 
-        This rank's own part has been copied already: ``others`` leaves it out. None says that nothing is under way.
+        This rank's own part has been copied already: ``others`` leaves it out. Returns None if nothing is under way.
 
         Raises:
             PeerTimeout: a rank is gone.
         """
 
     def close(self) -> None:
-        """Release what it holds; an implementation that holds anything extends this."""
+        """Release the resources; an implementation that holds any extends this method."""
         self._failure = self._failure or "its communicator is closed; connect the group again"
 
     def explain(self, error: Conflict | PeerTimeout) -> str:
-        """The ExchangeError's text. An implementation that learns whom the other ranks wait for extends this."""
+        """The ExchangeError's text. An implementation that learns whom other ranks wait for extends this method."""
         if isinstance(error, Conflict):
             return str(error)
-        own = {self.rank: AbortNotice(error.ranks, str(self.calls.label))}
-        return watchdog.describe(error, own, self.deadline, self.global_ranks)
+        notices = {self.rank: AbortNotice(error.ranks, str(self.calls.label))}
+        return watchdog.describe(error, notices, self.deadline, self.global_ranks)
 
     def others(self, parts: Parts) -> dict[int, list[Array]]:
-        """The parts of other ranks, as they are stored, without arrays of size 0, which are never sent."""
-        full = {r: [buffers.stored(x) for x in xs if x.nbytes] for r, xs in parts.items() if r != self.rank}
-        return {r: xs for r, xs in full.items() if xs}
+        """The other ranks' parts, without torch.func's wrappers, and without arrays of size 0, which are never sent."""
+        stored = {r: [buffers.stored(x) for x in xs if x.nbytes] for r, xs in parts.items() if r != self.rank}
+        return {r: xs for r, xs in stored.items() if xs}
 
     @property
     def captures(self) -> bool:
-        """Whether a CUDA graph holds its messages; the same on every rank."""
+        """Whether a CUDA graph can capture its messages; the same on every rank."""
         return self.size == 1
 
-    # the schedules use these
+    # methods that the schedules use
 
     def agree(self, record: npt.NDArray[np.int64], label: Label | None = None) -> npt.NDArray[np.int64]:
-        """Every rank's record, (size, k) from (k,) each; it runs on the host and waits.
+        """All ranks' records, (size, k) from (k,) each; it runs on the host and waits.
 
         Args:
             record: (k,), the same k on every rank, at most ``calls.MOST``.
-            label: the phase of a call that begins here; None within a phase.
+            label: the phase of a call that begins; None within a phase.
 
         Raises:
             ExchangeError: a rank is at another phase or has posted more messages than another, and every rank raises
-                with the same words; or a rank did not answer within the deadline.
+                the same text; or a rank did not answer within the deadline.
         """
         self.check()
         return self._guarded(self._agreed, record, label)
@@ -160,11 +160,11 @@ class Communicator(ABC):
             calls.compare(frames, self.global_ranks)
         finally:
             self.calls.agreed()
-        found = [np.frombuffer(calls.content(frame), np.int64, record.size) for frame in frames]
-        return np.array(found).reshape(self.size, *record.shape)
+        records = [np.frombuffer(calls.content(frame), np.int64, record.size) for frame in frames]
+        return np.array(records).reshape(self.size, *record.shape)
 
     def tell(self, text: str) -> list[str]:
-        """Every rank's text, by rank; it runs on the host and waits. For errors, and while connecting.
+        """All ranks' texts, by rank; it runs on the host and waits. For errors, and while connecting.
 
         Raises:
             ExchangeError: a rank did not answer within the deadline.
@@ -173,17 +173,17 @@ class Communicator(ABC):
 
         own = np.frombuffer(bytearray(text.encode()), dtype=np.uint8)
         lengths = self.agree(np.array([own.size]))[:, 0]
-        found = [np.empty(int(k), dtype=np.uint8) for k in lengths]
-        self.all_to_all([own] * self.size, found).wait()
-        return [x.tobytes().decode() for x in found]
+        texts = [np.empty(int(k), dtype=np.uint8) for k in lengths]
+        self.all_to_all([own] * self.size, texts).wait()
+        return [x.tobytes().decode() for x in texts]
 
     def exchange(self, outgoing: Parts, incoming: Parts) -> Pending:
-        """``outgoing[r]`` go to rank r, ``incoming[r]`` come from rank r, array for array; one message for all."""
+        """Send ``outgoing[r]`` to rank r and receive ``incoming[r]`` from rank r, array by array, in one message."""
         self.check()
-        for mine, arriving in zip(outgoing.get(self.rank, ()), incoming.get(self.rank, ()), strict=True):
-            if mine is not arriving:
-                buffers.copy(mine, arriving)
-        # every rank counts every message, even one that has nothing for it
+        for source, target in zip(outgoing.get(self.rank, ()), incoming.get(self.rank, ()), strict=True):
+            if source is not target:
+                buffers.copy(source, target)
+        # every rank counts every message, even if it has no part in it
         self._guarded(self.calls.post)
         pending = self._guarded(self.post, outgoing, incoming)
 
@@ -211,11 +211,11 @@ class Communicator(ABC):
         return self.exchange({ahead: outgoing}, {behind: incoming})
 
     def all_to_all(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Pending:
-        """``outgoing[r]`` goes to rank r, ``incoming[r]`` comes from rank r, this rank's own part included."""
+        """Send ``outgoing[r]`` to rank r and receive ``incoming[r]`` from rank r, this rank's own part included."""
         return self.exchange({r: [x] for r, x in enumerate(outgoing)}, {r: [x] for r, x in enumerate(incoming)})
 
     def all_gather(self, own: Array, whole: Array, sizes: Sequence[int]) -> Pending:
-        """Every rank's ``own`` (sizes[rank], ...) joined in ``whole`` (sum(sizes), ...) in the order of the ranks."""
+        """Join all ranks' ``own`` (sizes[rank], ...) in ``whole`` (sum(sizes), ...), in the order of the ranks."""
         return self.all_to_all([own] * self.size, buffers.split(whole, sizes))
 
     def check(self) -> None:
@@ -223,10 +223,10 @@ class Communicator(ABC):
         if self._failure is not None:
             raise ExchangeError(f"this group can carry nothing more: {self._failure}")
 
-    def _guarded(self, action: Callable[..., T], *given: Any) -> T:
+    def _guarded(self, action: Callable[..., T], *arguments: Any) -> T:
         try:
             with buffers.untransformed():
-                return action(*given)
+                return action(*arguments)
         except (Conflict, PeerTimeout) as error:
             self._failure = self.explain(error)
             raise ExchangeError(self._failure) from error.__cause__

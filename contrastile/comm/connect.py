@@ -13,14 +13,14 @@ def connect(group: Any, *, deadline: float | None = None) -> Communicator:
 
     Args:
         group: a Communicator, a torch.distributed ProcessGroup, "world" for torch.distributed's default group, a
-            DeviceMesh of one dimension, or an mpi4py communicator. Each group gets one communicator, which is kept,
-            with a channel of its own, so its messages never mix with the program's. All ranks of a group must make the
+            DeviceMesh of one dimension, or an mpi4py communicator. Each group gets one communicator, which is kept. It
+            has a channel of its own, so its messages never mix with the program's. All ranks of a group must make the
             first call for it.
-        deadline: seconds after which a rank that waits for another raises; None keeps the current one, which starts as
-            the environment variable CONTRASTILE_DEADLINE, or 60.
+        deadline: the seconds after which a rank that waits for another raises; None keeps the current value, which is
+            initially that of the environment variable CONTRASTILE_DEADLINE, or 60.
 
     Raises:
-        TypeError: none of these.
+        TypeError: the group is none of these.
         ValueError: the deadline is not a positive number of seconds, or one is given for a Communicator, which has
             its own; or the mesh has several dimensions.
         MismatchError: in the first call for a group, on every rank: some rank's deadline is not a positive number of
@@ -29,10 +29,10 @@ def connect(group: Any, *, deadline: float | None = None) -> Communicator:
         BackendUnavailableError: "world" without torch.
     """
     package = type(group).__module__.partition(".")[0]
-    named = isinstance(group, str) and group == "world"
-    if named:
+    is_world = isinstance(group, str) and group == "world"
+    if is_world:
         require("group='world'", "torch")
-    if named or package == "torch":
+    if is_world or package == "torch":
         from contrastile.comm import torch_group
 
         return torch_group.of(group, deadline)
@@ -47,5 +47,5 @@ def connect(group: Any, *, deadline: float | None = None) -> Communicator:
         )
     if deadline is not None:
         raise ValueError(f"deadline must be None for a Communicator, got {deadline!r}; it has its own")
-    found: Communicator = group
-    return found
+    communicator: Communicator = group
+    return communicator

@@ -1,8 +1,8 @@
-"""All ranks in one process: a thread each, of which one runs at a time, until it has to wait; then the next one does.
+"""All ranks in one process, a thread each. One thread runs at a time; when it has to wait, the next one runs.
 
-For property tests and for teaching: the same interleaving every time, no packages. With ``late`` every message arrives
-at the last moment allowed: its buffers hold garbage until the receiver waits, and it then gets what the sender's arrays
-hold *at that moment*. So a buffer that is reused too early is caught.
+For property tests and for teaching: the interleaving is always the same, and no package is needed. With ``late`` every
+message arrives at the last allowed moment: its buffers hold garbage until the receiver waits, and then receive the
+values that the sender's arrays hold *at that moment*. This catches a buffer that is reused too early.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Message:
-    """What one rank sends another: arrays that still belong to the sender, until ``taken``.
+    """Arrays that one rank sends to another; until ``taken`` they belong to the sender.
 
-    ``head`` is what both ends must agree on, None where that is compared later; ``place`` names it for the user.
+    ``head`` must be equal at both ends, or is None if it is compared later; ``place`` names the call for the user.
     """
 
     content: Any
@@ -39,10 +39,10 @@ class InProcessGroup(Generic[T]):
     """The ranks of one process.
 
     Attributes:
-        late: messages arrive at the last moment allowed.
-        deadline: of the communicators; nobody waits so long here, for a deadlock shows at once.
-        hosts: which ranks are to share a host; None for all.
-        failure: the error of ranks at different calls, if any; the group then carries nothing more.
+        late: whether messages arrive at the last allowed moment.
+        deadline: the deadline of the communicators; no rank waits that long, because a deadlock is detected at once.
+        hosts: the ranks of each host; None for a single host.
+        failure: the error of ranks at different calls, if any; after it the group carries no more messages.
     """
 
     size: int
@@ -54,19 +54,19 @@ class InProcessGroup(Generic[T]):
     _mailbox: dict[tuple[int, int, int], Message] = field(default_factory=dict)
     _gone: dict[int, str] = field(default_factory=dict)
     _turn: int = 0
-    # turns since something has happened that another rank may wait for
+    # turns since the last event that another rank may wait for
     _idle: int = 0
 
     def run(self, program: Callable[[InProcess], T]) -> list[T]:
-        """What ``program(communicator)`` returns on each rank.
+        """Run ``program(communicator)`` on each rank; returns the results, by rank.
 
         Raises:
-            BaseException: the first exception of a program, in the order in which they were raised.
+            BaseException: the exception that a program raised first.
         """
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
 
-        def one(rank: int) -> None:
+        def run_rank(rank: int) -> None:
             with self._condition:
                 self._condition.wait_for(lambda: self._turn == rank)
                 try:
@@ -79,7 +79,7 @@ class InProcessGroup(Generic[T]):
                     self._idle = 0
                     self._pass_on(rank)
 
-        threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
+        threads = [threading.Thread(target=run_rank, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -94,10 +94,10 @@ class InProcessGroup(Generic[T]):
         return message
 
     def receive(self, source: int, target: int, number: int, head: tuple[Any, ...] | None, place: str) -> Message:
-        """Wait for the message with this head and take it; the caller is still to mark it ``taken``.
+        """Wait for a message and remove it from the mailbox; the caller must mark it ``taken``.
 
         Raises:
-            Conflict: it has another head.
+            Conflict: the message has another head.
             ExchangeError: see ``until``.
         """
         key = (source, target, number)
@@ -112,7 +112,7 @@ class InProcessGroup(Generic[T]):
             raise ExchangeError(f"this group can carry nothing more: {self.failure}")
 
     def until(self, ready: Callable[[], bool], rank: int, other: int) -> None:
-        """Let other ranks run until this is so.
+        """Let other ranks run until ``ready`` returns true.
 
         Raises:
             ExchangeError: the other rank is gone, or all ranks wait.
@@ -132,9 +132,9 @@ class InProcessGroup(Generic[T]):
         self._idle = 0
 
     def _pass_on(self, rank: int) -> None:
-        """The turn goes to the next rank that is there."""
-        following = (each % self.size for each in range(rank + 1, rank + self.size + 1))
-        self._turn = next((each for each in following if each not in self._gone), rank)
+        """Give the turn to the next rank that is not gone."""
+        ranks = (other % self.size for other in range(rank + 1, rank + self.size + 1))
+        self._turn = next((other for other in ranks if other not in self._gone), rank)
         self._condition.notify_all()
 
 
@@ -142,7 +142,7 @@ class InProcess(Communicator):
     """One rank's communicator."""
 
     name = "in-process"
-    # whatever a library has: nothing leaves the process
+    # any device of a library, because no array leaves the process
     devices = ("cpu", "cuda", "mps", "xpu")
 
     def __init__(self, group: InProcessGroup[Any], rank: int) -> None:
@@ -161,36 +161,36 @@ class InProcess(Communicator):
         return self._number
 
     def post(self, outgoing: Parts, incoming: Parts) -> Posted:
-        """See ``Communicator``. This rank's own part travels like any other's, so that it can be late."""
-        number, place, late = self._next(), str(self.calls.label), self.group.late
+        """See ``Communicator``. This rank's own part is sent like the others', so that it can be late."""
+        number, place, is_late = self._next(), str(self.calls.label), self.group.late
         sent = []
-        for target, xs in outgoing.items():
-            content = list(xs) if late else list(map(buffers.copied, xs))
-            message = Message(content, self._head(xs), place)
+        for target, arrays in outgoing.items():
+            content = list(arrays) if is_late else list(map(buffers.copied, arrays))
+            message = Message(content, self._head(arrays), place)
             sent.append((target, self.group.send(self.rank, target, number, message)))
-        stays = set(map(id, outgoing.get(self.rank, ())))
-        for x in (x for xs in incoming.values() for x in xs) if late else ():
-            # this rank's own part may be its own already
-            if id(x) not in stays:
-                kind = str(x.dtype)
-                x[...] = float("nan") if "float" in kind else 255 if "uint8" in kind else -(2**31)
-        expected = {source: self._head(xs) for source, xs in incoming.items()}
+        own_ids = set(map(id, outgoing.get(self.rank, ())))
+        for x in (x for arrays in incoming.values() for x in arrays) if is_late else ():
+            # this rank may receive its own part in the array that it sends
+            if id(x) not in own_ids:
+                dtype = str(x.dtype)
+                x[...] = float("nan") if "float" in dtype else 255 if "uint8" in dtype else -(2**31)
+        expected = {source: self._head(arrays) for source, arrays in incoming.items()}
 
         def wait() -> None:
-            for source, xs in incoming.items():
+            for source, arrays in incoming.items():
                 message = self.group.receive(source, self.rank, number, expected[source], place)
-                for x, arrived in zip(xs, message.content, strict=True):
-                    x[...] = arrived
+                for x, sent_array in zip(arrays, message.content, strict=True):
+                    x[...] = sent_array
                 message.taken = True
-            # late, the sender may change its arrays only now that everybody has them
-            for target, message in sent if late else ():
+            # with late messages the sender may change its arrays only after every receiver has copied them
+            for target, message in sent if is_late else ():
                 self.group.until(lambda message=message: message.taken, self.rank, target)  # type: ignore[misc]
 
         return Posted(wait)
 
-    def _head(self, xs: Sequence[Array]) -> tuple[Any, ...]:
+    def _head(self, arrays: Sequence[Array]) -> tuple[Any, ...]:
         label = self.calls.label
-        return label.serial, label.phase, self.calls.messages, [(tuple(x.shape), str(x.dtype)) for x in xs]
+        return label.serial, label.phase, self.calls.messages, [(tuple(x.shape), str(x.dtype)) for x in arrays]
 
     def check(self) -> None:
         super().check()

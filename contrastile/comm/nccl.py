@@ -1,8 +1,8 @@
 """NCCL's own calls through ctypes, for arrays on GPUs of any library.
 
-torch.distributed and CuPy cost the host several times what the calls themselves do. The library is the one that torch
-or CuPy has loaded; the ranks connect it by messages over the host. Transfers run on a stream of their own. It waits for
-what the current stream has queued when a message is posted; waiting for a message makes the current stream wait.
+Through torch.distributed or CuPy a call costs the host several times as much. The library is the one that torch or CuPy
+has loaded; the ranks connect by messages over the host. Transfers run on a stream of their own. When a message is
+posted, that stream waits for the work queued on the current stream; ``wait`` makes the current stream wait for it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class _Key(ctypes.Structure):
 
 
 class NCCL:
-    """NCCL's calls. A communicator is a number, and so are streams and addresses.
+    """NCCL's calls. Communicators, streams and addresses are numbers.
 
     Raises:
-        NCCLError: there is no such library in this process, or it lacks a call.
+        NCCLError: the library cannot be loaded in this process, or it lacks a function.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class NCCL:
             self._nccl.ncclGetErrorString.restype = c_char_p
             self._send, self._receive = self._nccl.ncclSend, self._nccl.ncclRecv
             for call in (self._send, self._receive):
-                # conversions by the interpreter would cost more than the call
+                # typed arguments save conversions by the interpreter, which cost more than the call
                 call.argtypes = (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p)
         except (OSError, AttributeError) as error:
             raise NCCLError(f"no NCCL: {error}") from error
@@ -66,19 +66,19 @@ class NCCL:
         return bytes(key.content)
 
     def connect(self, key: bytes, rank: int, size: int) -> int:
-        """A communicator on the thread's current GPU; it waits for the other ranks."""
-        found = c_void_p()
-        given = _Key((ctypes.c_byte * _KEY).from_buffer_copy(key))
-        self._check("ncclCommInitRank", self._nccl.ncclCommInitRank(byref(found), c_int(size), given, c_int(rank)))
-        return found.value or 0
+        """A new communicator on the thread's current GPU; it waits for the other ranks."""
+        handle = c_void_p()
+        unique_id = _Key((ctypes.c_byte * _KEY).from_buffer_copy(key))
+        self._check("ncclCommInitRank", self._nccl.ncclCommInitRank(byref(handle), c_int(size), unique_id, c_int(rank)))
+        return handle.value or 0
 
     def exchange(
-        self, communicator: int, stream: int, outgoing: Parts, incoming: Parts, at: Callable[[Array], int]
+        self, communicator: int, stream: int, outgoing: Parts, incoming: Parts, address_of: Callable[[Array], int]
     ) -> None:
-        """Queue a message on a stream; ``at`` returns an array's address."""
-        # an array may go to several ranks: look its address up once
-        every = {id(x): x for parts in (outgoing, incoming) for xs in parts.values() for x in xs}
-        spans = {key: (at(x), x.nbytes) for key, x in every.items()}
+        """Queue a message on a stream; ``address_of`` returns an array's address."""
+        # get each address once, because an array may go to several ranks
+        arrays = {id(x): x for parts in (outgoing, incoming) for xs in parts.values() for x in xs}
+        spans = {identity: (address_of(x), x.nbytes) for identity, x in arrays.items()}
         self._check("ncclGroupStart", self._nccl.ncclGroupStart())
         codes = [
             call(*spans[id(x)], _BYTES, rank, communicator, stream)
@@ -99,33 +99,33 @@ def _library() -> Any:
         return ctypes.CDLL(_NAME)
     if find_spec("cupy") is not None:
         with suppress(ImportError):
-            # CuPy knows where its library is
+            # importing it loads the library that CuPy was installed with
             import cupy.cuda.nccl  # noqa: F401
     return ctypes.CDLL(_NAME)
 
 
 def channel(group: PointToPoint, like: Array) -> Channel | None:
-    """NCCL between the GPUs of all ranks; None where a rank lacks NCCL, or two share a GPU.
+    """NCCL between the GPUs of all ranks; None if a rank lacks NCCL, or two ranks share a GPU.
 
-    Every rank calls this at the same message, with an array on its GPU, and they decide together.
+    Every rank calls this at the same message, with an array on its GPU, and the ranks decide together.
     """
-    number = int(library_of(like).place(like).rpartition(":")[2])
-    place, key, here = "", "", None
+    gpu_number = int(library_of(like).place(like).rpartition(":")[2])
+    place, key, local = "", "", None
     with suppress(NCCLError, DriverError):
-        nccl, gpu = NCCL(), Gpu(number)
+        nccl, gpu = NCCL(), Gpu(gpu_number)
         key = nccl.key().hex() if group.rank == 0 else ""
-        place, here = gpu.place(), (nccl, gpu)
-    everyone = [json.loads(x) for x in group.tell(json.dumps([host_name(), place, key]))]
-    places = {(x, y) for x, y, _ in everyone}
-    if here is None or not all(place for _, place in places) or len(places) < group.size:
+        place, local = gpu.place(), (nccl, gpu)
+    answers = [json.loads(x) for x in group.tell(json.dumps([host_name(), place, key]))]
+    places = {(x, y) for x, y, _ in answers}
+    if local is None or not all(place for _, place in places) or len(places) < group.size:
         return None
-    nccl, gpu = here
+    nccl, gpu = local
     watchdog = Watchdog(lambda: group.deadline, begin=relaxed_capture)
     connected = False
     watchdog.add(InFlight(lambda: True, lambda: connected, tuple(range(group.size))))
     with gpu.active:
-        communicator = nccl.connect(bytes.fromhex(everyone[0][2]), group.rank, group.size)
-        # of the highest priority: a transfer starts before a kernel queued behind it takes every multiprocessor
+        communicator = nccl.connect(bytes.fromhex(answers[0][2]), group.rank, group.size)
+        # highest priority: a transfer starts before a kernel that is queued after it takes every multiprocessor
         stream = gpu.stream()
     connected = True
     return NCCLChannel(nccl, communicator, gpu, stream, watchdog)
@@ -133,7 +133,7 @@ def channel(group: PointToPoint, like: Array) -> Channel | None:
 
 @dataclass(slots=True, eq=False)
 class NCCLChannel:
-    """Arrays on GPUs, all of a message in one NCCL group call."""
+    """Arrays on GPUs; all arrays of a message are sent in one NCCL group call."""
 
     nccl: NCCL
     communicator: int
@@ -159,7 +159,7 @@ class NCCLChannel:
         def wait() -> None:
             with gpu.active:
                 gpu.follow(gpu.current(like), end)
-            # from here on the order of the stream keeps the arrays' memory from being used too early
+            # from now on stream order prevents that the arrays' memory is reused too early
             message.held = None
 
         return Posted(wait)
@@ -177,32 +177,32 @@ class NCCLChannel:
     def _watched(
         self, queue: Callable[[Event], Event], like: Array, ranks: tuple[int, ...], held: object = None
     ) -> tuple[Event, InFlight]:
-        """What ``queue`` queues after the event that it is given, and watches: where it ends, and its entry."""
+        """Call ``queue(ready)``, with an event after the current work; returns the end event and the watchdog's entry."""
         gpu = self.gpu
         with gpu.active:
-            now = gpu.current(like)
-            captured = gpu.capturing(now)
-            self._captured |= captured
-            if not captured:
+            current = gpu.current(like)
+            is_capturing = gpu.capturing(current)
+            self._captured |= is_capturing
+            if not is_capturing:
                 self.watchdog.admit()
-            ready, ends = gpu.record(now), list[Event]()
+            ready, end_events = gpu.record(current), list[Event]()
 
-            def arrived() -> bool:
-                # a transfer that failed never has
+            def has_arrived() -> bool:
+                # a failed transfer never arrives
                 with suppress(DriverError):
-                    return bool(ends) and gpu.passed(ends[0])
+                    return bool(end_events) and gpu.passed(end_events[0])
                 return False
 
-            message = InFlight(lambda: gpu.passed(ready), arrived, ranks, held)
-            if not captured:
-                # before anything is queued: pairs that meet for the first time wait for each other in the call.
-                # Of a captured message the events say nothing of any replay, and asking them is an error
+            message = InFlight(lambda: gpu.passed(ready), has_arrived, ranks, held)
+            if not is_capturing:
+                # watch before the call queues anything: in it, a pair's first message waits for the other rank.
+                # A captured message has no events to watch: they tell nothing of a replay, and querying one fails
                 self.watchdog.add(message)
-            ends.append(queue(ready))
-        return ends[0], message
+            end_events.append(queue(ready))
+        return end_events[0], message
 
     def close(self) -> None:
         self.watchdog.close()
         if not self._captured:
-            # NCCL would wait until the graphs with this communicator's messages are deleted
+            # otherwise NCCL would wait until all graphs with this communicator's messages are deleted
             self.nccl.abort(self.communicator)

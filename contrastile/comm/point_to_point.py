@@ -1,8 +1,8 @@
 """A communicator from messages between pairs of ranks, written once for MPI and torch.distributed.
 
-An engine provides a channel for the host, and may provide one for the device; without one, arrays on a device travel
-through pinned host memory. Messages between pairs let a missing rank be named, which no engine's collective does. The
-schedules add up in the order of the ranks, which no engine's reduction promises.
+An engine provides a channel for the host, and may provide one for the device; without the latter, arrays on a device
+travel through pinned host memory. Messages between pairs identify a missing rank; no engine's collectives do. The
+schedules add in the order of the ranks, which no engine's reduction guarantees.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from contrastile.comm.communicator import Communicator, Hosts, MismatchError, Pa
 from contrastile.comm.watchdog import AbortNotice, PeerTimeout
 
 NUMBERS = 32766
-"""Messages are numbered below this: MPI promises tags up to the next number but one."""
+"""Message numbers are below this, because MPI guarantees tags only up to 32767, and two more are in use."""
 FRAMES = NUMBERS
-"""The number of every message with frames, which have one size and arrive in order."""
+"""The number of all messages with frames, which have one size and arrive in order."""
 
 
 class Channel(Protocol):
-    """Carries arrays between pairs of ranks, in order; a channel of the host carries vectors of bytes."""
+    """Carries arrays between pairs of ranks, in order; a host channel carries vectors of bytes."""
 
     @property
     def name(self) -> str: ...
 
     def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> Pending:
-        """Send and receive by rank; never this rank's own, never an array of size 0.
+        """Send and receive arrays of other ranks, none of size 0.
 
         Args:
-            outgoing: by receiver.
-            incoming: by sender.
-            number: of this message, the same on every rank.
-            seconds: how long its ``wait`` waits.
+            outgoing: arrays by receiver.
+            incoming: arrays by sender.
+            number: the number of this message, the same on every rank.
+            seconds: returns how long ``wait`` waits.
 
         Raises:
-            PeerTimeout: a rank is gone; so does ``wait`` of what it returns, also when a rank did not answer.
-            Conflict: from ``wait``: more or fewer bytes came than were expected, where the engine can see that.
+            PeerTimeout: a rank is gone; ``wait`` raises it too, and also if a rank did not answer.
+            Conflict: from ``wait``: more or fewer bytes arrived than expected, if the engine can detect it.
         """
         ...
 
@@ -51,10 +51,10 @@ class Channel(Protocol):
 
 
 class HostChannel(Channel, Protocol):
-    """A channel of the host, over which ranks that give up can still tell each other so."""
+    """A host channel, over which a rank that gives up can still notify the others."""
 
     def abort(self, notice: AbortNotice, seconds: float) -> Mapping[int, AbortNotice]:
-        """Tell the others whom this rank waited for, and where; collect their notices for so long, by rank."""
+        """Send this rank's notice to the others; collect theirs for so many seconds; returns them by rank."""
         ...
 
 
@@ -62,8 +62,8 @@ class PointToPoint(Communicator):
     """A communicator over channels.
 
     Attributes:
-        host: carries arrays on the host, None in a world of one.
-        on_device: makes the channel of arrays on a device, given one of them; None to send them through the host.
+        host: the channel for arrays on the host; None in a world of one.
+        on_device: makes the channel for arrays on a device from one of them; None to send them through the host.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PointToPoint(Communicator):
         self._board: board.Board | None = None
 
     def meet(self, hosts: Hosts) -> None:
-        """Learn where the ranks are; those of one host share memory for their frames from then on."""
+        """Set the hosts; if all ranks are on one, their frames go through shared memory from now on."""
         self.hosts = hosts
         self._board = board.opened(self.rank, self.size, self.tell) if len(hosts) == 1 else None
 
@@ -93,11 +93,11 @@ class PointToPoint(Communicator):
         import numpy as np
 
         others = [r for r in range(self.size) if r != self.rank]
-        arrived = {r: [np.zeros(len(own), np.uint8)] for r in others}
+        received = {r: [np.zeros(len(own), np.uint8)] for r in others}
         if self.host is not None:
-            mine = np.frombuffer(own, np.uint8)
-            self.host.post({r: [mine] for r in others}, arrived, FRAMES, self._seconds).wait()
-        return [own if r == self.rank else arrived[r][0].tobytes() for r in range(self.size)]
+            own_array = np.frombuffer(own, np.uint8)
+            self.host.post({r: [own_array] for r in others}, received, FRAMES, self._seconds).wait()
+        return [own if r == self.rank else received[r][0].tobytes() for r in range(self.size)]
 
     def post(self, outgoing: Parts, incoming: Parts) -> Pending | None:
         if self.host is None:
@@ -105,26 +105,26 @@ class PointToPoint(Communicator):
         like = next((x for xs in (*outgoing.values(), *incoming.values()) for x in xs), None)
         if like is None:
             return None
-        on_device = library_of(like).device(like) != "cpu"
-        channel = self._for_device(self.host, like) if on_device else self.host
+        is_on_device = library_of(like).device(like) != "cpu"
+        channel = self._device_channel(self.host, like) if is_on_device else self.host
         outgoing, incoming = self.others(outgoing), self.others(incoming)
         if not (outgoing or incoming):
             return None
         number = self.calls.messages % NUMBERS
         if channel is not self.host:
             return channel.post(outgoing, incoming, number, self._seconds)
-        outgoing, incoming, arrived = _on_host(outgoing, incoming, on_device)
+        outgoing, incoming, copy_back = _host_parts(outgoing, incoming, is_on_device)
         pending = channel.post(outgoing, incoming, number, self._seconds)
 
         def wait() -> None:
             pending.wait()
-            arrived()
+            copy_back()
 
         return Posted(wait)
 
     @property
     def captures(self) -> bool:
-        # only a channel whose messages a graph holds replays one
+        # only a channel whose messages a graph can hold has ``replay``
         return super().captures or hasattr(self._device, "replay")
 
     def _replay(self, graph: Any, like: Array) -> None:
@@ -134,8 +134,8 @@ class PointToPoint(Communicator):
             device: Any = self._device
             device.replay(graph, like, tuple(r for r in range(self.size) if r != self.rank))
 
-    def _for_device(self, host: Channel, like: Array) -> Channel:
-        """The channel of arrays on a device; made at the first such message, which is the same on every rank."""
+    def _device_channel(self, host: Channel, like: Array) -> Channel:
+        """The channel for arrays on a device; made at the first such message, which is the same on every rank."""
         if self._device is None:
             self._device = (self.on_device and self.on_device(self, like)) or host
             self.name = self._device.name
@@ -146,7 +146,7 @@ class PointToPoint(Communicator):
 
     def explain(self, error: Conflict | PeerTimeout) -> str:
         if isinstance(error, Conflict):
-            # every rank sees it: none waits for another
+            # every rank detects it, so none waits for another
             return super().explain(error)
         assert self.host is not None
         notice = AbortNotice(error.ranks, str(self.calls.label))
@@ -159,42 +159,42 @@ class PointToPoint(Communicator):
             channel.close()
 
 
-def _on_host(outgoing: Parts, incoming: Parts, on_device: bool) -> tuple[Parts, Parts, Callable[[], None]]:
-    """The bytes to send and to receive (pinned copies for arrays on a device), and what copies them back."""
-    if not on_device:
-        return _raw(outgoing), _raw(incoming), lambda: None
-    # what goes to several ranks leaves the device once
-    leaving = {id(x): x for xs in outgoing.values() for x in xs}
-    copies = dict(zip(leaving, buffers.to_host(list(leaving.values())), strict=True))
-    landings = {r: [buffers.from_host(x) for x in xs] for r, xs in incoming.items()}
+def _host_parts(outgoing: Parts, incoming: Parts, is_on_device: bool) -> tuple[Parts, Parts, Callable[[], None]]:
+    """The bytes to send and to receive (pinned copies for arrays on a device), and a function that copies them back."""
+    if not is_on_device:
+        return _raw_parts(outgoing), _raw_parts(incoming), lambda: None
+    # copy an array to the host once, even if it goes to several ranks
+    arrays = {id(x): x for xs in outgoing.values() for x in xs}
+    copies = dict(zip(arrays, buffers.to_host(list(arrays.values())), strict=True))
+    received = {r: [buffers.from_host(x) for x in xs] for r, xs in incoming.items()}
 
-    def arrived() -> None:
-        for xs in landings.values():
+    def copy_received() -> None:
+        for xs in received.values():
             for _, copy_back in xs:
                 copy_back()
 
     sent = {r: [copies[id(x)] for x in xs] for r, xs in outgoing.items()}
-    return _raw(sent), _raw({r: [host for host, _ in xs] for r, xs in landings.items()}), arrived
+    return _raw_parts(sent), _raw_parts({r: [host for host, _ in xs] for r, xs in received.items()}), copy_received
 
 
-def _raw(parts: Parts) -> Parts:
+def _raw_parts(parts: Parts) -> Parts:
     return {r: [buffers.raw(x) for x in xs] for r, xs in parts.items()}
 
 
 def host_name() -> str:
-    """A name of this host, unique where several share a host name."""
+    """A name of this host, unique even if several hosts share a host name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text(encoding='ascii').strip() if boot.exists() else ''}"
 
 
 def met(tell: Callable[[str], Sequence[str]], error: str, global_ranks: Sequence[int]) -> Hosts:
-    """The ranks of each host, from what all ranks tell each other while they connect.
+    """The ranks of each host; all ranks exchange their errors and host names while they connect.
 
     Raises:
-        MismatchError: some rank has told of an error; the same on every rank.
+        MismatchError: some rank has an error; the same on every rank.
     """
-    told = [json.loads(text) for text in tell(json.dumps([error, host_name()]))]
-    for rank, (text, _) in zip(global_ranks, told, strict=True):
+    answers = [json.loads(text) for text in tell(json.dumps([error, host_name()]))]
+    for rank, (text, _) in zip(global_ranks, answers, strict=True):
         if text:
             raise MismatchError(f"rank {rank}: {text}")
-    return hosts_of([name for _, name in told])
+    return hosts_of([name for _, name in answers])

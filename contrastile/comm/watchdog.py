@@ -1,4 +1,4 @@
-"""Deadlines: how long a rank waits, whom it blames, and a watchdog for messages that a device waits for."""
+"""Deadlines: how long a rank waits, which ranks it blames, and a watchdog for messages on a device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ DEADLINE = 60.0
 """Seconds that a rank waits for another before it raises ``ExchangeError``."""
 
 LONGEST = 1e6
-"""The longest deadline in seconds; longer ones are cut, for engines count milliseconds in 32 bits."""
+"""The longest deadline in seconds; longer ones are cut, because engines count milliseconds in 32 bits."""
 
 _SPIN = 300e-6
 _PAUSES = (20e-6, 500e-6)
 
 
 class PeerTimeout(Exception):  # noqa: N818 - it becomes an ExchangeError once it is known who is to blame
-    """These ranks did not answer; ``how`` says what was seen of them."""
+    """Some ranks did not answer; ``how`` describes what this rank observed."""
 
     def __init__(self, ranks: Sequence[int], how: str) -> None:
         super().__init__(how)
@@ -32,40 +32,40 @@ class PeerTimeout(Exception):  # noqa: N818 - it becomes an ExchangeError once i
 
 @dataclass(frozen=True, slots=True)
 class AbortNotice:
-    """What a rank that gives up tells the others: whom it waited for, and the phase and the call that it was at."""
+    """A rank's notice to the others that it gives up: the ranks that it waited for, and its call and phase."""
 
     ranks: tuple[int, ...]
     place: str
 
     def encode(self) -> str:
-        """As text."""
+        """The notice as text."""
         return f"{','.join(map(str, self.ranks))}|{self.place}"
 
     @classmethod
     def decode(cls, text: str) -> AbortNotice:
-        """What ``encode`` wrote."""
+        """The inverse of ``encode``."""
         ranks, _, place = text.partition("|")
         return cls(tuple(int(x) for x in ranks.split(",") if x), place)
 
 
 def deadline_or(deadline: float | None) -> float:
-    """The deadline that was given, else CONTRASTILE_DEADLINE's, else ``DEADLINE``.
+    """The given deadline, or that of CONTRASTILE_DEADLINE, or else ``DEADLINE``.
 
     Raises:
-        ValueError: it is not a positive number of seconds.
+        ValueError: the deadline is not a positive number of seconds.
     """
-    given = os.environ.get("CONTRASTILE_DEADLINE", DEADLINE) if deadline is None else deadline
+    value = os.environ.get("CONTRASTILE_DEADLINE", DEADLINE) if deadline is None else deadline
     try:
-        seconds = float(given)
+        seconds = float(value)
     except (ValueError, TypeError, OverflowError):
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise ValueError(f"deadline must be a positive number of seconds, got {given!r}; give e.g. {DEADLINE:g}")
+        raise ValueError(f"deadline must be a positive number of seconds, got {value!r}; give e.g. {DEADLINE:g}")
     return min(seconds, LONGEST)
 
 
 def deadline_and_error(deadline: float | None) -> tuple[float, str]:
-    """``deadline_or`` and "", or ``DEADLINE`` and its error, which is told to the other ranks."""
+    """``deadline_or`` and "", or ``DEADLINE`` and the error's text, for the other ranks."""
     try:
         return deadline_or(deadline), ""
     except ValueError as error:
@@ -73,17 +73,17 @@ def deadline_and_error(deadline: float | None) -> tuple[float, str]:
 
 
 def patience(deadline: float) -> float:
-    """Seconds to wait for another rank; the rest of the deadline is for finding who is missing, and for exiting."""
+    """Seconds to wait for another rank; the rest of the deadline is for finding the missing rank, and for exiting."""
     return 0.75 * deadline
 
 
 def grace(deadline: float) -> float:
-    """Seconds in which this rank collects the others' notices."""
+    """Seconds in which this rank collects the other ranks' notices."""
     return min(1.0, 0.1 * deadline)
 
 
 def until(ready: Callable[[], bool], seconds: float) -> bool:
-    """Whether ``ready`` becomes true in time. It polls often at first, then every 0.5 ms, to spare the core."""
+    """Whether ``ready()`` becomes true in time. It polls often at first, then every 0.5 ms, to save processor time."""
     start, pause = time.monotonic(), _PAUSES[0]
     while not ready():
         waited = time.monotonic() - start
@@ -99,26 +99,26 @@ def until(ready: Callable[[], bool], seconds: float) -> bool:
 
 
 def missing(lost: Sequence[int], waiting: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
-    """The ranks to blame, in order: follow who waits for whom, from those lost to those that sent no notice.
+    """The ranks to blame, in order: from the lost ranks, follow which ranks they wait for to those without a notice.
 
-    There are none when every rank waits for another, that is, when the ranks make different calls.
+    The result is empty if every rank waits for another, that is, if the ranks make different calls.
     """
-    seen: set[int] = set()
-    ahead = list(lost)
-    while ahead:
-        rank = ahead.pop()
-        if rank not in seen:
-            seen.add(rank)
-            ahead.extend(waiting.get(rank, ()))
-    return tuple(sorted(seen - set(waiting)))
+    visited: set[int] = set()
+    pending = list(lost)
+    while pending:
+        rank = pending.pop()
+        if rank not in visited:
+            visited.add(rank)
+            pending.extend(waiting.get(rank, ()))
+    return tuple(sorted(visited - set(waiting)))
 
 
 def describe(
     timeout: PeerTimeout, notices: Mapping[int, AbortNotice], deadline: float, global_ranks: Sequence[int]
 ) -> str:
-    """What an ExchangeError says, with the ranks' numbers in the whole program.
+    """The text of an ExchangeError, with the ranks' numbers in the whole program.
 
-    The notices are of each rank that has given up, this one included.
+    ``notices`` has the notice of each rank that has given up, this one included.
     """
     blamed = missing(timeout.ranks, {r: notice.ranks for r, notice in notices.items()})
 
@@ -134,7 +134,7 @@ def describe(
         return f"{named(sorted(notices))} wait for each other ({timeout.how}): {places}"
     seen = timeout.how
     if set(blamed) != set(timeout.ranks):
-        # what was seen of a rank that had itself given up says nothing of the one it waited for
+        # ``how`` is about a rank that gave up itself, not about the rank that it waited for
         seen = f"did not answer, for whom {named(timeout.ranks)} waited"
     return f"{named(blamed)} {seen} (deadline {deadline:g} s); look into that rank's log, or raise CONTRASTILE_DEADLINE"
 
@@ -144,10 +144,10 @@ class InFlight:
     """A message under way on a device.
 
     Attributes:
-        ready: whether this rank's work before it is done; only from then on does the message wait for others.
-        done: whether it has arrived.
-        ranks: from whom and to whom.
-        held: what belongs to it: arrays, events.
+        ready: returns whether this rank's earlier work is done; only then does the message wait for others.
+        done: returns whether the message has arrived.
+        ranks: the ranks that send and receive it.
+        held: the objects that must live as long as the message: arrays, events.
     """
 
     ready: Callable[[], bool]
@@ -157,7 +157,7 @@ class InFlight:
     since: float = math.inf
 
     def expired(self, seconds: float) -> bool:
-        """Whether it has waited longer than this for others."""
+        """Whether the message has waited longer than this for other ranks."""
         if self.since == math.inf and self.ready():
             self.since = time.monotonic()
         return time.monotonic() - self.since > seconds and not self.done()
@@ -165,13 +165,13 @@ class InFlight:
 
 @dataclass(slots=True)
 class Watchdog:
-    """Watches messages under way on a device, which a stream waits for and not the host.
+    """Watches messages under way on a device, for which a stream waits, but not the host.
 
-    The host never runs more than ``depth`` messages ahead, and raises when the oldest has waited too long. While it is
-    blocked in the device's runtime it cannot raise, and aborting a message would let it go on with garbage: then the
-    process ends, with the reason on stderr.
+    The host runs at most ``depth`` messages ahead, and raises if the oldest message has waited too long. A host that is
+    blocked in the device's runtime cannot raise, and if the message were aborted, it would continue with garbage: then
+    ``end`` ends the process, with the reason on stderr.
 
-    ``begin`` is called first in the thread that asks what has arrived.
+    The watching thread calls ``begin`` first.
     """
 
     deadline: Callable[[], float]
@@ -181,8 +181,8 @@ class Watchdog:
     _in_flight: list[InFlight] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
-    _told: bool = False
-    _look: float = 0.0
+    _is_stopped: bool = False
+    _next_check: float = 0.0
 
     def admit(self) -> None:
         """Wait until another message may be posted.
@@ -190,23 +190,23 @@ class Watchdog:
         Raises:
             PeerTimeout: the oldest message has waited for other ranks too long.
         """
-        # polling costs the host time: only where it matters
-        if len(self._in_flight) < self.depth and time.monotonic() < self._look:
+        # poll only if necessary, because polling takes the host time
+        if len(self._in_flight) < self.depth and time.monotonic() < self._next_check:
             return
-        late: list[InFlight] = []
+        expired: list[InFlight] = []
 
-        def few() -> bool:
+        def may_post() -> bool:
             with self._lock:
                 self._sweep()
-                if time.monotonic() >= self._look:
-                    late[:] = [x for x in self._in_flight if x.expired(patience(self.deadline()))]
-                    self._look = time.monotonic() + self._interval()
-                return bool(late) or len(self._in_flight) < self.depth
+                if time.monotonic() >= self._next_check:
+                    expired[:] = [x for x in self._in_flight if x.expired(patience(self.deadline()))]
+                    self._next_check = time.monotonic() + self._interval()
+                return bool(expired) or len(self._in_flight) < self.depth
 
-        until(few, math.inf)
-        if late:
-            self._told = True
-            raise PeerTimeout(late[0].ranks, "did not answer")
+        until(may_post, math.inf)
+        if expired:
+            self._is_stopped = True
+            raise PeerTimeout(expired[0].ranks, "did not answer")
 
     def add(self, message: InFlight) -> None:
         """Watch a message until it is done."""
@@ -218,30 +218,30 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop watching."""
-        self._told = True
+        self._is_stopped = True
         with self._lock:
             self._in_flight.clear()
 
     def _sweep(self) -> None:
-        # they usually arrive in order, and polling costs the host time
-        arrived = next((i for i, x in enumerate(self._in_flight) if not x.done()), len(self._in_flight))
-        del self._in_flight[:arrived]
+        # messages usually arrive in order, and polling takes the host time: stop at the first that has not arrived
+        count = next((i for i, x in enumerate(self._in_flight) if not x.done()), len(self._in_flight))
+        del self._in_flight[:count]
 
     def _interval(self) -> float:
-        """Seconds between two looks for messages that are late."""
+        """Seconds between two checks for late messages."""
         return min(0.5, 0.02 * self.deadline())
 
     def _run(self) -> None:
         self.begin()
-        while not self._told:
+        while not self._is_stopped:
             time.sleep(self._interval())
-            # by then the host would have raised, and exiting takes time too
-            last = patience(self.deadline()) + grace(self.deadline())
+            # until then the host may still raise, and exit
+            limit = patience(self.deadline()) + grace(self.deadline())
             with self._lock:
                 self._sweep()
-                late = [x for x in self._in_flight if x.expired(last)]
-            if late and not self._told:
-                ranks = ", ".join(str(r) for r in late[0].ranks)
+                expired = [x for x in self._in_flight if x.expired(limit)]
+            if expired and not self._is_stopped:
+                ranks = ", ".join(str(r) for r in expired[0].ranks)
                 self.end(f"rank(s) {ranks} did not answer on the device (deadline {self.deadline():g} s)")
                 return
 

@@ -56,11 +56,10 @@ def _cut(matrices: Sequence[Array], length: int) -> list[_Part]:
 
 @dataclass(frozen=True, slots=True)
 class _StagedBlock:
-    """A block of rows against a block of columns, on the device.
+    """A block of rows against a block of columns, on the device; ``first`` or ``last`` of the blocks of these rows.
 
     Attributes:
         slot: the index of the buffer that holds the columns, and of the one that holds their sums.
-        first: whether it is the first block of its rows; ``last`` likewise.
         subproblem: the problem of a block of rows against itself; None for any other block.
     """
 

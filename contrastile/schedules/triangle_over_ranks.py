@@ -38,11 +38,7 @@ def shares(placement: Placement, rank: int, owner: int) -> tuple[slice, slice] |
 
 
 class _ShardExchange:
-    """The shards that a rank receives, step by step, and the results that it returns to their owners.
-
-    Attributes:
-        results: the results of the current step, by the owner of the shard.
-    """
+    """The shards that a rank receives, step by step; the caller puts its results, by owner, into ``results``."""
 
     def __init__(
         self,
@@ -74,7 +70,7 @@ class _ShardExchange:
     def __iter__(self) -> Iterator[tuple[int, Block | None, slice, slice, Sequence[Array]]]:
         """For each shard: its owner, the block to compute, its spans of rows and columns (``shares``), and its vectors.
 
-        This rank's own shard comes first, without a block. The caller puts the results for any other into ``results``.
+        This rank's own shard comes first, without a block and without results.
         """
         placement, sent = self.placement, self._sent
         rows = placement.shards.rows
@@ -91,11 +87,11 @@ class _ShardExchange:
                 if spans is None:
                     continue
                 if owner != placement.rank:
-                    row_problem, span = self.problem.of_rows(spans[0]), spans[1]
+                    part, span = self.problem.of_rows(spans[0]), spans[1]
                     ids = vectors[0] if self._id_count else None
                     marks = slice_marks((ids, None, None), span)
                     block = triangle.cross_block(
-                        row_problem, features[span], placement.shards.start(owner) + span.start, marks
+                        part, features[span], placement.shards.start(owner) + span.start, marks
                     )
                 yield owner, block, *spans, vectors[self._id_count :]
             if placement.rank not in shards:
