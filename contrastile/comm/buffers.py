@@ -108,8 +108,8 @@ def read_later(x: Array) -> Callable[[], Any | None] | None:
         return None
     landing = _pinned(x)
     x.get(out=landing, blocking=False)
-    done = get_stream(gpu).record()
-    return lambda: landing if not _captured(gpu) and done.done else None
+    event = get_stream(gpu).record()
+    return lambda: landing if not _captured(gpu) and event.done else None
 
 
 def _captured(gpu: int) -> bool:

@@ -159,7 +159,7 @@ class NCCLChannel:
         def wait() -> None:
             with gpu.active:
                 gpu.follow(gpu.current(like), end)
-            # from now on stream order prevents that the arrays' memory is reused too early
+            # from now on stream order prevents an early reuse of the arrays' memory
             message.held = None
 
         return Posted(wait)
@@ -177,7 +177,7 @@ class NCCLChannel:
     def _watched(
         self, queue: Callable[[Event], Event], like: Array, ranks: tuple[int, ...], held: object = None
     ) -> tuple[Event, InFlight]:
-        """Call ``queue(ready)``, with an event after the current work; returns the end event and the watchdog's entry."""
+        """Call ``queue(ready)``, with an event after the current work; returns its end event and the message."""
         gpu = self.gpu
         with gpu.active:
             current = gpu.current(like)

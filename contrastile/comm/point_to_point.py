@@ -124,7 +124,7 @@ class PointToPoint(Communicator):
 
     @property
     def captures(self) -> bool:
-        # only a channel whose messages a graph can hold has ``replay``
+        # a channel has ``replay`` only if a graph can hold its messages
         return super().captures or hasattr(self._device, "replay")
 
     def _replay(self, graph: Any, like: Array) -> None:

@@ -195,7 +195,7 @@ class Watchdog:
             return
         expired: list[InFlight] = []
 
-        def may_post() -> bool:
+        def is_wait_over() -> bool:
             with self._lock:
                 self._sweep()
                 if time.monotonic() >= self._next_check:
@@ -203,7 +203,7 @@ class Watchdog:
                     self._next_check = time.monotonic() + self._interval()
                 return bool(expired) or len(self._in_flight) < self.depth
 
-        until(may_post, math.inf)
+        until(is_wait_over, math.inf)
         if expired:
             self._is_stopped = True
             raise PeerTimeout(expired[0].ranks, "did not answer")

@@ -117,12 +117,12 @@ def backward(
             (column_weight,) = gathered(placement, arrays, (problem.column_weight, placement.shards.widths))
         problem = replace(problem, column_weight=column_weight, column_target=column_target)
     block = _gathered_block(problem, arrays, saved.gathered)
-    is_finished = backend.finished is not None and wanted.rows and problem.row_sums is None
-    # the weights carry the factor unless the backend multiplies by it
-    weighted = problem if is_finished else scaled_weights(problem, upstream)
+    uses_finished = backend.finished is not None and wanted.rows and problem.row_sums is None
+    # the weights include the upstream gradient, unless ``finished`` multiplies by it
+    weighted = problem if uses_finished else scaled_weights(problem, upstream)
     weights = Weights(*local.side_weights(weighted, saved, arrays), local.kept_array(saved, 0))
     row_sum = row_gradient = None
-    if is_finished and backend.finished is not None:
+    if uses_finished and backend.finished is not None:
         # the rows' gradient is complete; the columns' sums lack the other ranks' parts
         column_form: ColumnForm | None = "sums" if any(wanted.columns) else None
         factor = upstream * placement.factor

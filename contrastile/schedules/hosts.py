@@ -91,7 +91,7 @@ def visits(
             inside = _runs(arrays, [owner for owner in source if owner != rank], own, sizes)
             views = {owner: xs for run in inside for owner, xs in run.parted(sizes).items()}
             for peer in this_host:
-                # copy the shards that this rank carries, except its own
+                # to itself this rank copies the shards that it carries, except its own
                 outgoing[peer] = [x for owner, xs in shards.items() if peer != rank or owner != rank for x in xs]
                 incoming[peer] = [x for owner in route.carried(peer, source) if owner != rank for x in views[owner]]
         if distance + 1 < count:
@@ -167,7 +167,7 @@ class Returns:
         return combined
 
     def _post(self, combined_distance: int | None, combined: Results, distance: int | None, results: Results) -> None:
-        """Send ``combined`` on and ``results`` to carriers; each is for shards of the host at the distance before."""
+        """Send ``combined`` on, and ``results`` to carriers; the distances are those of the shards' hosts."""
         route, rank = self.route, self.placement.rank
         self._sent, self._template = (combined, results), next(iter((results or combined).values()), self._template)
         self._distance = distance

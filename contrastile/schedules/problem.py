@@ -16,8 +16,8 @@ from contrastile.backends.objectives import STATISTICS, Terms, terms
 from contrastile.schedules.placement import Placement
 
 BLOCK = 65536
-"""The default number of rows and of columns of a block on the device. To compute such a block takes a large GPU several
-times as long as to copy it."""
+"""The default number of rows and of columns of a block on the device. Computing such a block takes a large GPU several
+times as long as copying it."""
 
 
 @dataclass(frozen=True, slots=True)

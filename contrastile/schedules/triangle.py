@@ -148,7 +148,7 @@ def subproblem(problem: Problem, start: int) -> Problem:
 
 
 def subproblem_weights(problem: Problem, lses: local.Lses, arrays: ArrayLibrary) -> tuple[SideWeights, SideWeights]:
-    """``symmetric_weights`` of a ``subproblem``; a positive outside its rows is replaced, for no block here has it."""
+    """``symmetric_weights`` of a ``subproblem``; a positive outside its rows is replaced: no block has it."""
     m, positives = problem.rows.shape[0], problem.positives
     if positives is not None:
         inside = (positives >= 0) & (positives < m)

@@ -30,7 +30,5 @@ def with_values(backend: Backend, depth: int) -> Backend:
         backend.gradients(split_values(block), weights, row_part, column_part, options)
 
     # remove the functions that do not support values
-    reduced = replace(
-        backend, finished=None, finished_columns=None, keeping=None, keeps=None, rows_alone=None, whole=None
-    )
-    return replace(reduced, lse=lse, gradients=gradients, supports=supports)
+    base = replace(backend, finished=None, finished_columns=None, keeping=None, keeps=None, rows_alone=None, whole=None)
+    return replace(base, lse=lse, gradients=gradients, supports=supports)
