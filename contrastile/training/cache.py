@@ -16,7 +16,7 @@ from torch import Tensor
 
 from contrastile.retrieval import ranks
 from contrastile.training.chunks import Splitter
-from contrastile.training.replay import Chunk, Encode, Loss, Replay, check_backward, check_loss, evaluate, numbers_of
+from contrastile.training.replay import Chunk, Encode, Loss, Replay, as_numbers, check_backward, check_loss, evaluate
 from contrastile.training.sync import Sync
 
 METRICS = ("loss", "scale", "rank@1", "loss_seconds")
@@ -46,18 +46,18 @@ def cached_step(
             tensor, or a dict, tuple or list of tensors, of the same first dimension, which may be 0; or a ``stream``.
         loss: called as ``loss(*embeddings, *scale)``; a contrastile loss, with options by ``functools.partial``, or
             any callable that returns a 0-d tensor.
-        scale: None, or what the loss takes after the embeddings: a tensor, which may have a graph; a callable that
-            makes one, such as ``model.log_scale.exp``; a number; or a tuple of these (a sigmoid loss's scale and bias).
-        chunk: samples per chunk, or a ``Budget`` of elements; or one for each input. It has nothing to do with the
-            loss's tile. None only if every input is a ``stream``.
+        scale: None, or the argument that the loss takes after the embeddings: a tensor, which may have a graph; a
+            callable that returns one, such as ``model.log_scale.exp``; a number; or a tuple of several such arguments
+            (a sigmoid loss's scale and bias).
+        chunk: samples per chunk, or a ``Budget`` of elements; or one for each input. Independent of the loss's tile.
+            None only if every input is a ``stream``.
         split: a function (input, size) -> chunks for inputs of another kind; it must split in the same way each time.
         backward: called with a 0-d surrogate instead of ``surrogate.backward()``, once per chunk:
             ``accelerator.backward`` or ``lambda x: scaler.scale(x).backward()``; not with DeepSpeed.
         sync: "auto" finds DDP and FSDP2 modules, or DeepSpeed's engine, in ``encode`` and lets them reduce once, in the
-            last backward; a module, or several, to name them; None leaves them alone. A ``no_sync`` around the call is
-            respected.
-        offload: whether embeddings and their gradients are kept on the host; the loss is then given the embeddings
-            there, and needs ``device=`` to be computed elsewhere.
+            last backward; a module, or several, names them; None leaves them alone. ``no_sync`` around the call holds.
+        offload: whether embeddings and their gradients are kept on the host. The loss then takes the embeddings from
+            the host, and needs ``device=`` to be computed elsewhere.
         metrics: any of "loss" (always there), "scale" (the first of ``scale``), "rank@1" (``rank_at_1`` of the first
             two embeddings of this rank; not with ``offload``) and "loss_seconds" (the time of the loss and its gradient
             by the embeddings; the encoders took the rest of the call. On CUDA the host waits before and after the
@@ -90,46 +90,46 @@ def cached_step(
     check_loss(loss)
     if backward is not None:
         check_backward(backward)
-    numbers = numbers_of(scale)
+    numbers = as_numbers(scale)
     replay = Replay(encode, inputs, chunk, split, sync, offload)
-    timed = "loss_seconds" in metrics
-    start = _clock() if timed else 0.0
-    value, gradients, outside = replay.differentiate(loss, numbers)
-    found = {"loss": value}
-    if timed:
-        found["loss_seconds"] = _shown(_clock() - start)
+    is_timed = "loss_seconds" in metrics
+    start = _synchronized_time() if is_timed else 0.0
+    value, gradients, leaf_gradients = replay.differentiate(loss, numbers)
+    metric_values = {"loss": value}
+    if is_timed:
+        metric_values["loss_seconds"] = _as_metric(_synchronized_time() - start)
     if "scale" in metrics:
-        shown = [x.detach() for x in replay.outputs if x.ndim < 2] + numbers
-        if not shown:
+        scales = [x.detach() for x in replay.outputs if x.ndim < 2] + numbers
+        if not scales:
             raise ValueError("the metric 'scale' must have a scale to show, got none; give scale=, or leave it out")
-        found["scale"] = _shown(shown[0])
+        metric_values["scale"] = _as_metric(scales[0])
     if "rank@1" in metrics:
         matrices = [x.detach() for x in replay.outputs if x.ndim == 2]
         if len(matrices) < 2:
             raise ValueError(f"the metric 'rank@1' must have two (b, d) embeddings, got {len(matrices)}; leave it out")
-        found["rank@1"] = rank_at_1(matrices[0], matrices[1])
-    replay.run(gradients, outside, backward=backward)
-    return found if metrics else value
+        metric_values["rank@1"] = rank_at_1(matrices[0], matrices[1])
+    replay.run(gradients, leaf_gradients, backward=backward)
+    return metric_values if metrics else value
 
 
-def _shown(x: Any) -> Tensor:
-    """A number as a metric; torch's default dtype and device are of what the caller makes."""
-    if isinstance(x, Tensor):
-        return x.detach().reshape(())
-    return torch.tensor(float(x), dtype=torch.float32, device="cpu")
+def _as_metric(number: Any) -> Tensor:
+    """A number as a 0-d tensor; dtype and device are explicit because the caller may have changed torch's defaults."""
+    if isinstance(number, Tensor):
+        return number.detach().reshape(())
+    return torch.tensor(float(number), dtype=torch.float32, device="cpu")
 
 
-def _clock() -> float:
-    """The host's seconds, when CUDA, where it is in use, has done what was queued."""
+def _synchronized_time() -> float:
+    """The host's time in seconds, once CUDA, if it is in use, has finished all queued work."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def rank_at_1(query: Tensor, key: Tensor, tile: int | None = None) -> Tensor:
-    """Share of queries whose own key (of the same row) has a strictly larger dot product than every other key.
+    """Share of queries whose key of the same row has a strictly larger dot product than every other key.
 
-    A tie counts as a miss, so that embeddings that have collapsed to one point score 0: see ``retrieval.ranks``.
+    A tie counts as a miss, so embeddings that have collapsed to one point score 0: see ``retrieval.ranks``.
 
     Args:
         query: (m, d), floating point, m >= 1.
@@ -148,11 +148,11 @@ def rank_at_1(query: Tensor, key: Tensor, tile: int | None = None) -> Tensor:
 class Cached:
     """A loss of a batch in chunks, for loops that call ``loss.backward()``: its backward pass encodes again.
 
-    What multiplies the loss (a ``GradScaler``, accumulation, a trainer) multiplies the gradients. The arguments are
-    those of ``cached_step``.
+    A factor on the loss (of a ``GradScaler``, of accumulation, of a trainer) multiplies the gradients. The arguments
+    are those of ``cached_step``.
 
     Raises:
-        TypeError: the loss is no callable.
+        TypeError: the loss is not callable.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Cached:
     ) -> None:
         check_loss(loss)
         self._loss, self._encode = loss, encode
-        self._how = chunk, split, sync, offload
+        self._replay_options = chunk, split, sync, offload
 
     def __call__(self, *inputs: Any, scale: Any = None) -> Tensor:
         """The loss, 0-d; ``backward`` may be called once, and adds to every parameter's ``.grad``.
@@ -179,25 +179,26 @@ class Cached:
         Raises:
             TypeError, ValueError: see ``cached_step``.
         """
-        replay = Replay(self._encode, inputs, *self._how)
+        replay = Replay(self._encode, inputs, *self._replay_options)
         if not torch.is_grad_enabled():
-            return evaluate(self._loss, *replay.outputs, *numbers_of(scale)).detach().reshape(())
-        value, gradients, outside = replay.differentiate(self._loss, numbers_of(scale))
+            return evaluate(self._loss, *replay.outputs, *as_numbers(scale)).detach().reshape(())
+        value, gradients, leaf_gradients = replay.differentiate(self._loss, as_numbers(scale))
 
-        def run(upstream: Sequence[Tensor | None]) -> None:
-            # None from a function that sends no gradient: 0, not the 1 of a step
+        def replay_chunks(upstream: Sequence[Tensor | None]) -> None:
+            # None means that no gradient arrived: replay with 0, because Replay.run takes None for 1
             upstream = [torch.zeros_like(value) if x is None else x for x in upstream]
-            replay.run(gradients, outside, upstream[0])
+            replay.run(gradients, leaf_gradients, upstream[0])
 
-        return second_pass(run, (value.clone(),))[0]
+        return second_pass(replay_chunks, (value.clone(),))[0]
 
 
 def second_pass(run: Callable[[Sequence[Tensor | None]], None], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Values of the first pass whose backward runs the second, given each one's gradient, which have no graph."""
+    """Copies of the first pass's values, which have no graph; their backward calls ``run`` with their gradients."""
+    # autograd calls the backward pass only if an input requires a gradient
     anchor = torch.zeros((), device=values[0].device, requires_grad=True)
     apply: Any = _SecondPass.apply
-    found: tuple[Tensor, ...] = apply(anchor, run, values)
-    return found
+    outputs: tuple[Tensor, ...] = apply(anchor, run, values)
+    return outputs
 
 
 class _SecondPass(torch.autograd.Function):
@@ -229,13 +230,13 @@ def embed(
     sync: Sync = "auto",
     offload: bool = False,
 ) -> tuple[Any, Replay]:
-    """The two passes apart, for loops that compute their own loss: the embeddings, and a call of the second pass.
+    """The two passes as separate calls, for loops that compute their own loss.
 
     The arguments are those of ``cached_step``.
 
     Returns:
-        The outputs, leaves that require gradients (one tensor, or a tuple in the order of ``encode``), and ``replay``:
-        call it once, after ``loss.backward()`` has filled their ``.grad``.
+        The embeddings, leaves that require gradients (one tensor, or a tuple in the order of ``encode``), and
+        ``replay``, the second pass: call it once, after ``loss.backward()`` has filled their ``.grad``.
 
     Raises:
         TypeError, ValueError: see ``cached_step``.

@@ -29,7 +29,7 @@ class Budget:
     elements: int
 
     def __post_init__(self) -> None:
-        positive("Budget's elements", self.elements)
+        positive_integer("Budget's elements", self.elements)
 
 
 Size = int | Budget
@@ -47,7 +47,7 @@ class Sliced:
         if isinstance(size, Budget):
             self.size = max(1, size.elements // max(1, *(x.shape[1:].numel() for x in tensors(batch))))
         else:
-            self.size = positive("chunk", size)
+            self.size = positive_integer("chunk", size)
         self.count = max(1, -(-self.samples // self.size))
 
     def __getitem__(self, j: int) -> Any:
@@ -57,7 +57,7 @@ class Sliced:
         return (self[j] for j in range(self.count))
 
     def tensors(self) -> list[Tensor]:
-        """Those of the batch."""
+        """The tensors of the batch."""
         return tensors(self.batch)
 
     def extend(self, count: int) -> None:
@@ -70,7 +70,7 @@ class Sliced:
 
 
 class Listed:
-    """The chunks that a caller's splitter made; dicts and lists are copied, since an encoder may pop from its chunk."""
+    """The chunks that a caller's splitter made. Dicts and lists are copied: an encoder may pop from its chunk."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         if len(chunks) == 0:
@@ -82,15 +82,15 @@ class Listed:
         return (copy.copy(x) if isinstance(x, Mapping | list) else x for x in self._chunks)
 
     def tensors(self) -> list[Tensor]:
-        """Those of the chunks that are made of tensors, dicts, tuples and lists."""
-        found: list[Tensor] = []
+        """The tensors of all chunks that are made of tensors, dicts, tuples and lists."""
+        collected: list[Tensor] = []
         for chunk in self._chunks:
             with suppress(TypeError):
-                found += tensors(chunk)
-        return found
+                collected += tensors(chunk)
+        return collected
 
     def extend(self, count: int) -> None:
-        """Raise: only the splitter can make a chunk without samples."""
+        """Raise ValueError if there are fewer than ``count``: only the splitter can make a chunk without samples."""
         if count > self.count:
             raise ValueError(
                 f"under FSDP2 split must return as many chunks on every rank, got {self.count} where another rank has "
@@ -99,30 +99,31 @@ class Listed:
 
 
 def apply(function: Callable[[Tensor], Any], batch: Any) -> Any:
-    """The batch with ``function`` of every tensor that has a first dimension; numbers, None and such stay as they are.
+    """The batch with ``function`` applied to every tensor that has a first dimension.
 
     Args:
-        function: of a tensor.
-        batch: a tensor, or a mapping, tuple or list of such, nested in any way.
+        function: takes a tensor.
+        batch: a tensor, or a mapping, tuple or list of tensors, nested in any way. 0-d tensors, None, bools, numbers
+            and strings stay as they are.
 
     Raises:
-        TypeError: anything else, such as a list of strings.
+        TypeError: the batch holds anything else, or a list of strings.
     """
     if isinstance(batch, Tensor):
         return function(batch) if batch.ndim else batch
     if isinstance(batch, Mapping):
-        changed: Any = copy.copy(batch)
+        mapping: Any = copy.copy(batch)
         for name, value in batch.items():
-            changed[name] = apply(function, value)
-        return changed
+            mapping[name] = apply(function, value)
+        return mapping
     if isinstance(batch, tuple | list) and not any(isinstance(x, str) for x in batch):
         values = [apply(function, value) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     if batch is None or isinstance(batch, bool | int | float | str):
         return batch
-    got = f"a {type(batch).__name__} of str" if isinstance(batch, tuple | list) else type(batch).__name__
+    kind = f"a {type(batch).__name__} of str" if isinstance(batch, tuple | list) else type(batch).__name__
     raise TypeError(
-        f"an input must be made of tensors, dicts, tuples and lists, got {got}; convert it, or give split= a function "
+        f"an input must be made of tensors, dicts, tuples and lists, got {kind}; convert it, or give split= a function "
         "(input, size) -> chunks"
     )
 
@@ -133,9 +134,9 @@ def tensors(batch: Any) -> list[Tensor]:
     Raises:
         TypeError: see ``apply``.
     """
-    found: list[Tensor] = []
-    apply(found.append, batch)
-    return found
+    collected: list[Tensor] = []
+    apply(collected.append, batch)
+    return collected
 
 
 def samples(batch: Any) -> int:
@@ -162,11 +163,11 @@ def cut(batch: Any, size: Size | None, split: Splitter | None) -> Sliced | Liste
     Raises:
         TypeError, ValueError: the size or the input is invalid.
     """
-    streamed = getattr(batch, "chunks", None)
-    if isinstance(streamed, Sliced):
-        if size not in (None, streamed.size):
-            raise ValueError(f"chunk must be the stream's own size {streamed.size}, got {size}; leave it out")
-        return copy.copy(streamed)
+    stream_chunks = getattr(batch, "chunks", None)
+    if isinstance(stream_chunks, Sliced):
+        if size not in (None, stream_chunks.size):
+            raise ValueError(f"chunk must be the stream's own size {stream_chunks.size}, got {size}; leave it out")
+        return copy.copy(stream_chunks)
     if size is None:
         raise TypeError("chunk must be given, got None; only inputs made by training.stream have a size of their own")
     if split is None:
@@ -174,23 +175,23 @@ def cut(batch: Any, size: Size | None, split: Splitter | None) -> Sliced | Liste
     if isinstance(size, Budget):
         raise TypeError(f"with split= chunk must be a number, got {size}; the splitter counts samples as it likes")
     check_callable("split", split, "give a function (input, size) -> chunks")
-    found = split(batch, positive("chunk", size))
-    if not isinstance(found, Iterable):
-        raise TypeError(f"split must return the chunks, got {type(found).__name__}; return a list of them")
-    return Listed(list(found))
+    chunks = split(batch, positive_integer("chunk", size))
+    if not isinstance(chunks, Iterable):
+        raise TypeError(f"split must return the chunks, got {type(chunks).__name__}; return a list of them")
+    return Listed(list(chunks))
 
 
-def check_callable(name: str, given: Any, remedy: str) -> None:
+def check_callable(name: str, argument: Any, remedy: str) -> None:
     """Raise TypeError, which ends with the remedy, for an argument that cannot be called."""
-    if not callable(given):
-        raise TypeError(f"{name} must be a callable, got {type(given).__name__}; {remedy}")
+    if not callable(argument):
+        raise TypeError(f"{name} must be a callable, got {type(argument).__name__}; {remedy}")
 
 
-def positive(name: str, number: Any) -> int:
-    """A size.
+def positive_integer(name: str, number: Any) -> int:
+    """The number as an int.
 
     Raises:
-        ValueError: it is not a positive integer.
+        ValueError: the number is not a positive integer.
     """
     if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
         raise ValueError(f"{name} must be a positive integer, got {number!r}; try 256")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from contrastile.training.chunks import positive
+from contrastile.training.chunks import positive_integer
 from contrastile.training.graphs import gradients_of
 from contrastile.training.random_state import Autocast, RandomState, accelerators, float32_at_least
 
@@ -24,7 +24,7 @@ def deep_distance(phi: nn.Module, tile: int = 256) -> Callable[..., Tensor]:
 
     Args:
         phi: module that takes (m, d) and (n, d) embeddings and returns (m, n) similarities, each of its own pair only.
-        tile: rows and columns of a tile; unlike the encoders' chunk.
+        tile: rows and columns of a tile; independent of the encoders' chunk.
 
     Returns:
         A loss ``loss(anchors, targets, scale=1.0)`` for ``cached_step`` or alone: anchors (m, d), targets (n, d) with
@@ -38,7 +38,7 @@ def deep_distance(phi: nn.Module, tile: int = 256) -> Callable[..., Tensor]:
     """
     if not isinstance(phi, nn.Module):
         raise TypeError(f"phi must be a torch.nn.Module, got {type(phi).__name__}; make its parameters a module's")
-    tile = positive("tile", tile)
+    tile = positive_integer("tile", tile)
 
     def loss(anchors: Tensor, targets: Tensor, scale: Tensor | float = 1.0) -> Tensor:
         if not isinstance(scale, Tensor | Real):
@@ -51,11 +51,11 @@ def deep_distance(phi: nn.Module, tile: int = 256) -> Callable[..., Tensor]:
                 f"{tuple(targets.shape)}; give each anchor its target in the same row"
             )
         factor = torch.as_tensor(scale, dtype=float32_at_least(anchors.dtype), device=anchors.device)
-        # now, and not when the loss was made: parameters are frozen, unfrozen and replaced
+        # read phi's parameters in each call, because the caller may freeze, unfreeze or replace them
         parameters = [p for p in phi.parameters() if p.requires_grad]
         apply: Any = _Distances.apply
-        found: Tensor = apply(phi, tile, anchors, targets, factor, *parameters)
-        return found
+        value: Tensor = apply(phi, tile, anchors, targets, factor, *parameters)
+        return value
 
     return loss
 
@@ -67,20 +67,20 @@ class _Distances(torch.autograd.Function):
     ) -> Tensor:
         devices = accelerators([F, *parameters])
         ctx.autocast, ctx.phi, ctx.tile, ctx.states = Autocast(devices), phi, tile, []
-        lse, positive = torch.empty(2, len(F), dtype=scale.dtype, device=F.device)
+        lse, positives = torch.empty(2, len(F), dtype=scale.dtype, device=F.device)
         for rows in _slices(len(F), tile):
-            # one state for a row of tiles: they are visited again in the same order
+            # one state per row of tiles suffices, because the backward pass visits them in the same order
             ctx.states.append(RandomState(devices))
-            top = torch.full((rows.stop - rows.start,), -torch.inf, dtype=scale.dtype, device=F.device)
+            row_lse = torch.full((rows.stop - rows.start,), -torch.inf, dtype=scale.dtype, device=F.device)
             for columns in _slices(len(G), tile):
-                x = scale * _checked(phi(F[rows], G[columns]), F[rows], G[columns]).to(scale.dtype)
-                own = _own(rows, columns, x)
-                positive[rows] = torch.where(own.any(dim=1), x.masked_fill(~own, 0.0).sum(dim=1), positive[rows])
-                top = torch.logaddexp(top, x.logsumexp(dim=1))
-            lse[rows] = top
+                x = scale * _check_shape(phi(F[rows], G[columns]), F[rows], G[columns]).to(scale.dtype)
+                mask = _positive_pairs(rows, columns, x)
+                positives[rows] = torch.where(mask.any(dim=1), x.masked_fill(~mask, 0.0).sum(dim=1), positives[rows])
+                row_lse = torch.logaddexp(row_lse, x.logsumexp(dim=1))
+            lse[rows] = row_lse
         torch.clear_autocast_cache()  # as after the first pass of Replay
         ctx.save_for_backward(F, G, scale, lse, *parameters)
-        value: Tensor = (lse - positive).mean()
+        value: Tensor = (lse - positives).mean()
         return value
 
     @staticmethod
@@ -89,7 +89,7 @@ class _Distances(torch.autograd.Function):
         F, G, scale, lse, *parameters = ctx.saved_tensors
         totals = [torch.zeros_like(x, dtype=float32_at_least(x.dtype)) for x in (F, G, scale, *parameters)]
         dF, dG, d_scale, *d_parameters = totals
-        after = RandomState(accelerators([F, *parameters]))
+        caller_state = RandomState(accelerators([F, *parameters]))
         try:
             for rows, state in zip(_slices(len(F), ctx.tile), ctx.states, strict=True):
                 state.restore()
@@ -97,16 +97,16 @@ class _Distances(torch.autograd.Function):
                     f, g = (x.detach().requires_grad_() for x in (F[rows], G[columns]))
                     with torch.enable_grad(), ctx.autocast.again():
                         d = ctx.phi(f, g)
-                    wide = d.detach().to(scale.dtype)
-                    w = torch.exp(scale * wide - lse[rows, None])
-                    w = (w - _own(rows, columns, w).to(w.dtype)) * (gradients[0] / len(F))
-                    d_scale += (w * wide).sum()
-                    found = gradients_of(d, [f, g, *parameters], (scale * w).to(d.dtype))
-                    for total, part in zip([dF[rows], dG[columns], *d_parameters], found, strict=True):
+                    wide_d = d.detach().to(scale.dtype)
+                    w = torch.exp(scale * wide_d - lse[rows, None])
+                    w = (w - _positive_pairs(rows, columns, w).to(w.dtype)) * (gradients[0] / len(F))
+                    d_scale += (w * wide_d).sum()
+                    tile_gradients = gradients_of(d, [f, g, *parameters], (scale * w).to(d.dtype))
+                    for total, part in zip([dF[rows], dG[columns], *d_parameters], tile_gradients, strict=True):
                         if part is not None:
                             total += part
         finally:
-            after.restore()
+            caller_state.restore()
         return None, None, *(x.to(y.dtype) for x, y in zip(totals, (F, G, scale, *parameters), strict=True))
 
 
@@ -114,13 +114,13 @@ def _slices(length: int, tile: int) -> Iterator[slice]:
     return (slice(low, min(low + tile, length)) for low in range(0, length, tile))
 
 
-def _own(rows: slice, columns: slice, like: Tensor) -> Tensor:
-    """Which pairs of a tile are an anchor with its own target."""
+def _positive_pairs(rows: slice, columns: slice, like: Tensor) -> Tensor:
+    """A mask of the pairs of a tile that are an anchor and its target."""
     i, j = (torch.arange(part.start, part.stop, device=like.device) for part in (rows, columns))
     return i[:, None] == j
 
 
-def _checked(d: Tensor, f: Tensor, g: Tensor) -> Tensor:
+def _check_shape(d: Tensor, f: Tensor, g: Tensor) -> Tensor:
     if d.shape != (len(f), len(g)):
         raise ValueError(
             f"phi must return one similarity for each pair, shape {(len(f), len(g))}, got {tuple(d.shape)}; compare "

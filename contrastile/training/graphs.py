@@ -8,23 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Outside = tuple[Tensor, Tensor]
-"""A leaf that the loss depends on beside the outputs, and its gradient."""
+LeafGrad = tuple[Tensor, Tensor]
+"""A leaf that the loss depends on, other than the outputs, and its gradient."""
 
 
-def outside_of(x: Tensor, gradient: Tensor | None) -> list[Outside]:
-    """A leaf with its gradient, or the leaves of a number's graph, which is kept, with theirs."""
+def leaf_gradients_of(x: Tensor, gradient: Tensor | None) -> list[LeafGrad]:
+    """A leaf and its gradient; or, of a number with a graph, which is kept, the graph's leaves and their gradients."""
     if gradient is None:
         return []
     if x.is_leaf:
         return [(x, gradient)]
-    by = leaves(x)
-    found = gradients_of(x, by, gradient)
-    return [(leaf, part) for leaf, part in zip(by, found, strict=True) if part is not None]
+    graph_leaves = leaves(x)
+    gradients = gradients_of(x, graph_leaves, gradient)
+    return [(leaf, part) for leaf, part in zip(graph_leaves, gradients, strict=True) if part is not None]
 
 
 def gradients_of(of: Tensor, by: list[Tensor], upstream: Tensor | None = None) -> Sequence[Tensor | None]:
-    """``autograd.grad`` without the hooks of leaves: they run when the gradient is sent, and must not run twice.
+    """``autograd.grad`` without the leaves' hooks: they run when the gradient is sent, and must not run twice.
 
     Args:
         of: the loss, or a number of the caller's.
@@ -32,19 +32,19 @@ def gradients_of(of: Tensor, by: list[Tensor], upstream: Tensor | None = None) -
         upstream: the gradient by ``of``, whose graph is then kept; None for 1.
     """
     hooks = [x._backward_hooks for x in by if x._backward_hooks]
-    kept = [dict(each) for each in hooks]
+    saved = [dict(leaf_hooks) for leaf_hooks in hooks]
     try:
-        for each in hooks:
-            each.clear()
+        for leaf_hooks in hooks:
+            leaf_hooks.clear()
         return torch.autograd.grad(of, by, upstream, retain_graph=upstream is not None, allow_unused=True)
     finally:
-        for each, before in zip(hooks, kept, strict=True):
-            each.update(before)
+        for leaf_hooks, leaf_saved in zip(hooks, saved, strict=True):
+            leaf_hooks.update(leaf_saved)
 
 
 def leaves(value: Tensor) -> list[Tensor]:
     """The leaves of a tensor's graph."""
-    found: dict[int, Tensor] = {id(value): value} if value.is_leaf else {}
+    leaves_by_id: dict[int, Tensor] = {id(value): value} if value.is_leaf else {}
     seen, todo = set(), [value.grad_fn]
     while todo:
         node: Any = todo.pop()
@@ -53,6 +53,6 @@ def leaves(value: Tensor) -> list[Tensor]:
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
-            found[id(leaf)] = leaf
-        todo += [each for each, _ in node.next_functions]
-    return list(found.values())
+            leaves_by_id[id(leaf)] = leaf
+        todo += [next_node for next_node, _ in node.next_functions]
+    return list(leaves_by_id.values())

@@ -1,7 +1,7 @@
 """Records and restores the state that a forward pass reads: random generators and autocast.
 
-An encoder that drops out, or augments, must draw the same numbers when a chunk is encoded again, bit for bit, or the
-second pass differentiates other embeddings than the loss saw.
+An encoder with dropout or augmentation must draw the same random numbers, bit for bit, when a chunk is encoded again.
+Otherwise the second pass differentiates other embeddings than the loss took.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def _index(device: torch.device) -> tuple[torch.device, ...]:
 def accelerators(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
     """The devices, other than the CPU, whose generators an encoder of these inputs and parameters may draw from.
 
-    CUDA's current device is one once CUDA is in use.
+    CUDA's current device is among them if CUDA is in use.
     """
-    found = {x.device for x in tensors} - {torch.device("meta")}
+    devices = {x.device for x in tensors} - {torch.device("meta")}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found.add(torch.device("cuda", torch.cuda.current_device()))
-    return sorted((device for device in found if device.type != "cpu"), key=str)
+        devices.add(torch.device("cuda", torch.cuda.current_device()))
+    return sorted((device for device in devices if device.type != "cpu"), key=str)
 
 
 class Autocast:
@@ -61,11 +61,11 @@ class Autocast:
 
     @property
     def epsilon(self) -> float:
-        """The coarsest rounding of what is on; 0 where nothing is."""
+        """The largest epsilon of the dtypes that autocast is enabled with; 0 if it is disabled."""
         return max((torch.finfo(dtype).eps for _, dtype, enabled in self._states if enabled), default=0.0)
 
     def again(self) -> ExitStack:
-        """A context in which autocast is as it was recorded."""
+        """A context in which autocast is as recorded."""
         stack = ExitStack()
         for device, dtype, enabled in self._states:
             if torch.is_autocast_enabled(device) or enabled:

@@ -1,4 +1,4 @@
-"""The two passes of gradient caching over any number of towers, and the gradient of the loss between them."""
+"""The two passes of gradient caching over any number of towers, and, between the passes, the gradient of the loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from contrastile.backends.crossing import dtype_name
 from contrastile.backends.staging import Staging
 from contrastile.training.chunks import Listed, Size, Sliced, Splitter, check_callable, cut, samples
 from contrastile.training.coupled import warn_of_coupled
-from contrastile.training.graphs import Outside, gradients_of, leaves, outside_of
+from contrastile.training.graphs import LeafGrad, gradients_of, leaf_gradients_of, leaves
 from contrastile.training.random_state import Autocast, RandomState, accelerators, float32_at_least
 from contrastile.training.sync import Reduction, Sync, modules_of, refuse
 
@@ -30,14 +30,14 @@ Chunk = Size | Sequence[Size] | None
 
 @dataclass
 class _Tower:
-    """A callable, and what the first pass recorded of each of its chunks.
+    """A callable, and what the first pass recorded for each of its chunks.
 
     Attributes:
-        encode: takes a chunk of every one of its inputs.
-        inputs: the chunks of each of its inputs, which are equally many.
-        states: of the random generators, before each chunk.
-        rows: of each output, for each chunk; None for a number.
-        learns: whether something may learn in each chunk.
+        encode: takes a chunk of every input.
+        inputs: the chunks of each input, equally many.
+        states: for each chunk, the states of the random generators before it.
+        rows: for each chunk, the rows of each output; None for a number.
+        learns: for each chunk, whether something in it may learn.
     """
 
     encode: Callable[..., Any]
@@ -48,11 +48,11 @@ class _Tower:
 
 
 class Replay:
-    """The second pass of a batch whose first pass has been made: see ``embed``.
+    """The second pass of a batch. Its construction is the first pass: see ``embed``.
 
     Attributes:
-        outputs: the embeddings and numbers, leaves that require gradients, in inference mode none; float16 comes as
-            float32, since unscaled gradients of a mean over b samples would underflow.
+        outputs: the embeddings and numbers, leaves that require gradients, except in inference mode. float16 becomes
+            float32, because unscaled gradients of a mean over b samples would underflow.
     """
 
     def __init__(
@@ -61,53 +61,53 @@ class Replay:
         encoders = list(encode) if isinstance(encode, Sequence) else [encode]
         wrong = [type(x).__name__ for x in encoders if not callable(x) or isinstance(x, nn.ModuleList | nn.ModuleDict)]
         if wrong or not encoders:
-            got = wrong[0] if wrong else "none"
-            raise TypeError(f"encode must be a callable, or one per input, got {got}; name a module or function")
-        self._towers = _towers(encode, inputs, chunk, split)
+            kind = wrong[0] if wrong else "none"
+            raise TypeError(f"encode must be a callable, or one per input, got {kind}; name a module or function")
+        self._towers = _make_towers(encode, inputs, chunk, split)
         self._reduction = Reduction(sync, encoders)
         modules = modules_of(*encoders)
-        seen = [x for tower in self._towers for each in tower.inputs for x in each.tensors()]
-        # chunks that a splitter cut from a leaf are views of it
-        if any(x.requires_grad and not (x if x._base is None else x._base).is_leaf for x in seen):
+        input_tensors = [x for tower in self._towers for chunks in tower.inputs for x in chunks.tensors()]
+        # a splitter's chunks may be views of a leaf
+        if any(x.requires_grad and not (x if x._base is None else x._base).is_leaf for x in input_tensors):
             raise ValueError("inputs must have no graph, got one, which each chunk would walk again; detach them")
-        self._repeatable = not warn_of_coupled(modules)
-        self._devices = accelerators([*seen, *(p for module in modules for p in module.parameters())])
+        self._is_repeatable = not warn_of_coupled(modules)
+        self._devices = accelerators([*input_tensors, *(p for module in modules for p in module.parameters())])
         self._autocast = Autocast(self._devices)
-        self._used, self._offload = False, offload
+        self._is_used, self._offload = False, offload
         self._differences: list[Tensor] = []
         counts = self._reduction.agree([tower.inputs[0].count for tower in self._towers])
         for tower, count in zip(self._towers, counts, strict=True):
-            for each in tower.inputs:
-                each.extend(count)
-        self._kept = _versions(seen)
-        with torch.no_grad(), self._reduction.quiet():
-            self.outputs = [x for i, tower in enumerate(self._towers) for x in self._first(i, tower)]
-        # in an autocast around the call older versions of torch (pytorch issue 158232) keep copies of weights that they
-        # made without a graph: the gradient would stop at them
+            for chunks in tower.inputs:
+                chunks.extend(count)
+        self._versions = _record_versions(input_tensors)
+        with torch.no_grad(), self._reduction.no_reduction():
+            self.outputs = [x for i, tower in enumerate(self._towers) for x in self._first_pass(i, tower)]
+        # under autocast, older versions of torch (pytorch issue 158232) keep cast copies of weights that were made
+        # without a graph: the gradient would stop at them
         torch.clear_autocast_cache()
-        _check_unchanged(self._kept)
-        if not self._reduction.fsdp:  # whose parameters come and go
-            # from here on: a forward may clamp its scale
-            self._kept += _versions(p for module in modules for p in module.parameters() if p.requires_grad)
-        self._steps = register_optimizer_step_post_hook(partial(_count_step, {id(x) for x, _ in self._kept}))
-        finalize(self, self._steps.remove)
+        _check_unchanged(self._versions)
+        if not self._reduction.fsdp:  # FSDP2 gathers and frees its parameters
+            # record them after the first pass, because a forward may clamp its scale
+            self._versions += _record_versions(p for module in modules for p in module.parameters() if p.requires_grad)
+        self._step_hook = register_optimizer_step_post_hook(partial(_count_step, {id(x) for x, _ in self._versions}))
+        finalize(self, self._step_hook.remove)
         self._reduction.check_called()
 
-    def _first(self, index: int, tower: _Tower) -> list[Tensor]:
+    def _first_pass(self, index: int, tower: _Tower) -> list[Tensor]:
         """Step 1: the outputs of a tower, joined over its chunks."""
         parts: list[list[Tensor]] = []
         stagings: dict[torch.device, Staging] = {}
-        # a parameter outside of the modules may learn: with gradients on, a chunk in which nothing does has no graph
+        # if no module learns, a parameter outside may: gradients are then on, and a chunk's graph shows whether it does
         parameters = (p for module in modules_of(tower.encode) for p in module.parameters())
         seems_frozen = not self._reduction and not any(p.requires_grad for p in parameters)
         with self._reduction.watch(index, tower.encode), torch.set_grad_enabled(seems_frozen):
             for chunk in zip(*tower.inputs, strict=True):
                 tower.states.append(RandomState(self._devices))
-                with self._autocast.again(), _explained(chunk):
-                    found = _outputs(tower.encode(*chunk))
-                tower.learns.append(not seems_frozen or any(x.requires_grad for x in found))
-                found = [x.detach() for x in found]
-                parts.append([_fetched(x, stagings) for x in found] if self._offload else found)
+                with self._autocast.again(), _explain_empty_chunk(chunk):
+                    chunk_outputs = _checked_outputs(tower.encode(*chunk))
+                tower.learns.append(not seems_frozen or any(x.requires_grad for x in chunk_outputs))
+                chunk_outputs = [x.detach() for x in chunk_outputs]
+                parts.append([_copy_to_host(x, stagings) for x in chunk_outputs] if self._offload else chunk_outputs)
                 tower.rows.append([len(x) if x.ndim > 1 else None for x in parts[-1]])
         shapes = {tuple(None if x.ndim < 2 else (x.shape[1:], x.dtype) for x in part) for part in parts}
         if len(shapes) > 1:
@@ -118,37 +118,37 @@ class Replay:
         for staging in stagings.values():
             staging.synchronize()
         outputs = []
-        for numbers in zip(*parts, strict=True):
-            x = (_joined(numbers) if numbers[0].ndim > 1 else _same(numbers)).detach()
+        for pieces in zip(*parts, strict=True):
+            x = (_join_chunks(pieces) if pieces[0].ndim > 1 else _common_number(pieces)).detach()
             x = x.to(torch.float32 if x.dtype is torch.float16 else x.dtype)
             if x.is_floating_point() and not torch.is_inference_mode_enabled():
-                # torch leaves what it computes of inference tensors out of their gradients, and says nothing
+                # torch silently leaves inference tensors out of graphs
                 x = (x.clone() if x.is_inference() else x).requires_grad_()
             outputs.append(x)
         return outputs
 
-    def differentiate(self, loss: Loss, numbers: Sequence[Any]) -> tuple[Tensor, list[Tensor | None], list[Outside]]:
-        """Step 2: the loss, its gradients by the outputs, and by what else it depends on.
+    def differentiate(self, loss: Loss, numbers: Sequence[Any]) -> tuple[Tensor, list[Tensor | None], list[LeafGrad]]:
+        """Step 2: the loss, its gradients by the outputs, and its gradients by the other leaves that it depends on.
 
         Raises:
-            TypeError, ValueError: the loss's value is no 0-d tensor that depends on the embeddings.
+            TypeError, ValueError: the loss's value is no tensor of one element that depends on the embeddings.
         """
-        # cut, since the graph of a number is the caller's, who may use it again
-        cut = [x.detach().requires_grad_() if isinstance(x, Tensor) and x.grad_fn else x for x in numbers]
-        graphs = {id(x): number for x, number in zip(cut, numbers, strict=True) if x is not number}
+        # detach numbers, because a number's graph is the caller's, who may use it again
+        leaf_numbers = [x.detach().requires_grad_() if isinstance(x, Tensor) and x.grad_fn else x for x in numbers]
+        originals = {id(x): number for x, number in zip(leaf_numbers, numbers, strict=True) if x is not number}
         with self._autocast.wide():
-            value = evaluate(loss, *self.outputs, *cut)
+            value = evaluate(loss, *self.outputs, *leaf_numbers)
         if not value.requires_grad:
             raise ValueError("loss must depend on the embeddings, got a value without a graph; do not detach them")
-        own = {id(x) for x in self.outputs}
-        outside = [x for x in leaves(value) if id(x) not in own]
-        wanted = [x for x in self.outputs if x.requires_grad]
-        found = gradients_of(value, [*wanted, *outside])
-        by = {id(x): gradient for x, gradient in zip(wanted, found, strict=False)}
-        rest: list[Outside] = []
-        for x, gradient in zip(outside, found[len(wanted) :], strict=True):
-            rest += outside_of(graphs.get(id(x), x), gradient)
-        return value.detach().reshape(()), [by.get(id(x)) for x in self.outputs], rest
+        output_ids = {id(x) for x in self.outputs}
+        other_leaves = [x for x in leaves(value) if id(x) not in output_ids]
+        differentiable = [x for x in self.outputs if x.requires_grad]
+        gradients = gradients_of(value, [*differentiable, *other_leaves])
+        gradients_by_id = {id(x): gradient for x, gradient in zip(differentiable, gradients, strict=False)}
+        leaf_gradients: list[LeafGrad] = []
+        for x, gradient in zip(other_leaves, gradients[len(differentiable) :], strict=True):
+            leaf_gradients += leaf_gradients_of(originals.get(id(x), x), gradient)
+        return value.detach().reshape(()), [gradients_by_id.get(id(x)) for x in self.outputs], leaf_gradients
 
     def __call__(
         self,
@@ -159,194 +159,194 @@ class Replay:
         """Step 3: encode each chunk again and send its gradient into the encoder.
 
         Args:
-            gradients: of each output, of its shape, None for zeros; a tensor where there is one output. By default the
-                outputs' ``.grad``.
+            gradients: one for each output, of its shape, or None for zeros; a tensor if there is one output. By
+                default the outputs' ``.grad``.
             backward: see ``cached_step``.
 
         Raises:
-            TypeError: the gradients are no tensors, or ``backward`` is no callable.
-            ValueError: there are no gradients, or not as many as outputs, or of other shapes.
+            TypeError: the gradients are not tensors, or ``backward`` is not callable.
+            ValueError: there are no gradients, or not as many as outputs, or their shapes differ from the outputs'.
             RuntimeError: called a second time, or nothing requires a gradient.
         """
         if backward is not None:
             check_backward(backward)
         if isinstance(gradients, Tensor):
             gradients = [gradients]
-        given = [x.grad for x in self.outputs] if gradients is None else gradients
-        wrong = [x for x in given if not isinstance(x, Tensor | None)] if isinstance(given, Sequence) else [given]
+        grads = [x.grad for x in self.outputs] if gradients is None else gradients
+        wrong = [x for x in grads if not isinstance(x, Tensor | None)] if isinstance(grads, Sequence) else [grads]
         if wrong:
             raise TypeError(
                 f"gradients of outputs must be tensors or None, got {type(wrong[0]).__name__}; give one for each "
                 "output, or none at all for their .grad"
             )
-        if len(given) != len(self.outputs) or all(x is None for x in given):
+        if len(grads) != len(self.outputs) or all(x is None for x in grads):
             raise ValueError(
                 f"replay must have gradients of the {len(self.outputs)} outputs, got "
-                f"{sum(x is not None for x in given)}; call loss.backward() first"
+                f"{sum(x is not None for x in grads)}; call loss.backward() first"
             )
-        for x, gradient in zip(self.outputs, given, strict=True):
+        for x, gradient in zip(self.outputs, grads, strict=True):
             if gradient is not None and gradient.shape != x.shape:
                 raise ValueError(
                     f"a gradient must have its output's shape {tuple(x.shape)}, got {tuple(gradient.shape)}; "
                     "give it as the loss's backward pass left it"
                 )
-        self.run([None if x is None else x.detach() for x in given], [], backward=backward)
+        self.run([None if x is None else x.detach() for x in grads], [], backward=backward)
 
     @torch.enable_grad()
     def run(
         self,
         gradients: Sequence[Tensor | None],
-        outside: Sequence[Outside],
+        leaf_gradients: Sequence[LeafGrad],
         upstream: Tensor | None = None,
         backward: Callable[[Tensor], Any] | None = None,
     ) -> None:
-        """Step 3. The gradients of what the loss depends on beside the outputs enter once, before all others.
+        """Step 3. The gradients of leaves other than the outputs are sent once, before all others.
 
-        DDP reduces in the last chunk of the last tower that calls it, FSDP2 in the last chunk of each that does.
+        DDP reduces in the last chunk of the last tower that calls it, FSDP2 in the last chunk of every such tower.
         """
-        if self._used:
+        if self._is_used:
             raise RuntimeError("a batch must be replayed once, got a second backward pass; make the step again")
-        self._used = True
-        go_backward = self._reduction.sender(backward)
-        _check_unchanged(self._kept)
+        self._is_used = True
+        run_backward = self._reduction.backward_function(backward)
+        _check_unchanged(self._versions)
 
-        before: list[tuple[Tensor, int]] = []
+        versions: list[tuple[Tensor, int]] = []
 
         def send(terms: Sequence[Tensor]) -> bool:
             if not terms:
                 return False
             surrogate = reduce(torch.add, [term.to(terms[0].device) for term in terms])
             surrogate = surrogate if upstream is None else upstream.to(surrogate.device) * surrogate
-            before[:] = _versions(x for x, _ in self._kept)
-            go_backward(surrogate)
+            versions[:] = _record_versions(x for x, _ in self._versions)
+            run_backward(surrogate)
             return True
 
-        after = RandomState(self._devices)
+        caller_state = RandomState(self._devices)
         start = 0
-        with self._reduction.quiet():
-            ran = send([_term(*x) for x in outside])
+        with self._reduction.no_reduction():
+            any_sent = send([_surrogate_term(*x) for x in leaf_gradients])
         try:
             for i, tower in enumerate(self._towers):
-                mine = slice(start, start + len(tower.rows[0]))
-                own, embeddings, start = gradients[mine], self.outputs[mine], mine.stop
-                at, learnt = [0] * len(own), False
+                span = slice(start, start + len(tower.rows[0]))
+                tower_gradients, embeddings, start = gradients[span], self.outputs[span], span.stop
+                offsets, tower_sent = [0] * len(tower_gradients), False
                 for j, chunk in enumerate(zip(*tower.inputs, strict=True)):
                     if not tower.learns[j]:
-                        at = [x + (rows or 0) for x, rows in zip(at, tower.rows[j], strict=True)]
+                        offsets = [x + (rows or 0) for x, rows in zip(offsets, tower.rows[j], strict=True)]
                         continue
-                    last = j == len(tower.rows) - 1
-                    _check_unchanged(before)  # a hook may step an optimizer in each backward pass
-                    with self._reduction.quiet(i if last else None):
-                        terms = self._again(tower, j, chunk, own, embeddings, at)
+                    is_last = j == len(tower.rows) - 1
+                    _check_unchanged(versions)  # a hook may step an optimizer in each backward pass
+                    with self._reduction.no_reduction(i if is_last else None):
+                        terms = self._encode_again(tower, j, chunk, tower_gradients, embeddings, offsets)
                     if j == 0 and self._reduction.ddp:
                         self._reduction.check_reached([leaf for term in terms for leaf in leaves(term)])
-                    with self._reduction.completed(i) if last else self._reduction.quiet():
+                    with self._reduction.last_backward(i) if is_last else self._reduction.no_reduction():
                         sent = send(terms)
-                    learnt, ran = learnt or sent, ran or sent
-                    if last and learnt and not sent and self._reduction.fsdp:
+                    tower_sent, any_sent = tower_sent or sent, any_sent or sent
+                    if is_last and tower_sent and not sent and self._reduction.fsdp:
                         raise RuntimeError(
                             "FSDP2 must reduce in the backward pass of the last chunk, got one in which nothing learns "
                             "after others in which something does; put it first, or use DDP"
                         )
         finally:
-            after.restore()
+            caller_state.restore()
             self._reduction.reshard()
-            self._steps.remove()
+            self._step_hook.remove()
         _check_repeated(self._differences)
-        if not ran:
+        if not any_sent:
             raise RuntimeError("something must require a gradient, got none from encode or loss; unfreeze a parameter")
 
-    def _again(
+    def _encode_again(
         self,
         tower: _Tower,
         j: int,
         chunk: Any,
         gradients: Sequence[Tensor | None],
         embeddings: Sequence[Tensor],
-        at: list[int],
+        offsets: list[int],
     ) -> list[Tensor]:
         """One chunk's terms ``<output, gradient>``, with the random numbers and the autocast of the first pass.
 
         Raises:
-            ValueError: the embeddings of the first chunk in which something learns are not those of the first pass.
+            ValueError: the embeddings of the first chunk in which something learns differ from those of the first pass.
         """
         tower.states[j].restore()
         with self._autocast.again():
-            outputs = _outputs(tower.encode(*chunk))
-        if self._repeatable:
-            for x, before, rows, start in zip(outputs, embeddings, tower.rows[j], at, strict=True):
-                first = before if rows is None else before[start : start + rows]
-                self._differences += _difference(x, first, self._autocast.epsilon)
+            outputs = _checked_outputs(tower.encode(*chunk))
+        if self._is_repeatable:
+            for x, embedding, rows, start in zip(outputs, embeddings, tower.rows[j], offsets, strict=True):
+                first_output = embedding if rows is None else embedding[start : start + rows]
+                self._differences += _relative_difference(x, first_output, self._autocast.epsilon)
             if j == tower.learns.index(True):
-                # of the others at the end: each would wait for the device
+                # other chunks are checked at the end, because each check waits for the device
                 _check_repeated(self._differences)
         terms = []
         for k, (x, rows, gradient) in enumerate(zip(outputs, tower.rows[j], gradients, strict=True)):
             part = gradient
             if rows is not None:
-                part = None if gradient is None else gradient[at[k] : at[k] + rows]
-                at[k] += rows
-            # a number's gradient enters once
+                part = None if gradient is None else gradient[offsets[k] : offsets[k] + rows]
+                offsets[k] += rows
+            # a number's gradient is sent once, in the last chunk
             if x.requires_grad and (rows is not None or j == len(tower.rows) - 1):
                 dtype = float32_at_least(x.dtype)
-                # first the copy, from page-locked memory, which a conversion on the host would leave
+                # copy, then convert: a conversion on the host would leave page-locked memory
                 if part is not None:
-                    terms.append(_term(x, part.to(x.device, non_blocking=True).to(dtype)))
+                    terms.append(_surrogate_term(x, part.to(x.device, non_blocking=True).to(dtype)))
                 elif self._reduction:
-                    # whoever reduces waits for a gradient of every parameter
-                    terms.append(_term(x, torch.zeros_like(x, dtype=dtype)))
+                    # a reduction waits for a gradient of every parameter
+                    terms.append(_surrogate_term(x, torch.zeros_like(x, dtype=dtype)))
         return terms
 
 
-def _term(x: Tensor, gradient: Tensor) -> Tensor:
+def _surrogate_term(x: Tensor, gradient: Tensor) -> Tensor:
     if x.shape != gradient.shape:
         raise ValueError(
             f"encode must return the same shapes both times, got {tuple(x.shape)} where it was "
             f"{tuple(gradient.shape)}; let the chunk alone decide them"
         )
-    # the product is in the gradient's dtype, at least float32: an upstream factor meets it before it is narrowed
+    # multiply in the gradient's dtype, at least float32, so that an upstream factor applies before narrowing
     return (x.to(gradient.dtype) * gradient).sum()
 
 
-def _difference(x: Tensor, before: Tensor, epsilon: float) -> list[Tensor]:
-    """By what part of what is allowed an output differs from that of the first pass, and its part of the norm.
+def _relative_difference(x: Tensor, first: Tensor, epsilon: float) -> list[Tensor]:
+    """An output's relative difference from the first pass: over the allowed difference, and as it is.
 
-    Kernels that add in any order change roundings; the square root of a rounding is far above that, and far below what
-    another dropout mask changes. NaN is the caller's.
+    Kernels that sum in any order change roundings. The allowed difference, the square root of an epsilon, is far above
+    those changes and far below that of another dropout mask. NaN passes: it is the caller's.
     """
-    if x.shape != before.shape or not x.is_floating_point():
+    if x.shape != first.shape or not x.is_floating_point():
         return []
-    before = before.detach().to(x.device, non_blocking=True)
-    part = (x.detach().to(before.dtype) - before).norm() / before.norm()
-    return [torch.stack([part / max(epsilon, torch.finfo(x.dtype).eps) ** 0.5, part])]
+    first = first.detach().to(x.device, non_blocking=True)
+    relative = (x.detach().to(first.dtype) - first).norm() / first.norm()
+    return [torch.stack([relative / max(epsilon, torch.finfo(x.dtype).eps) ** 0.5, relative])]
 
 
 def _check_repeated(differences: list[Tensor]) -> None:
-    """Raise ValueError where an encoder has returned other numbers than before: their gradient is not the loss's."""
-    found = [x.tolist() for x in differences]
+    """Raise ValueError if an encoder returned other embeddings than before, whose gradient is not the loss's."""
+    pairs = [x.tolist() for x in differences]
     differences.clear()
-    for excess, part in found:
+    for excess, relative in pairs:
         if excess > 1:
             raise ValueError(
-                f"encode must return the same embeddings both times, got a chunk that differs by {part:.2g} of its "
+                f"encode must return the same embeddings both times, got a chunk that differs by {relative:.2g} of its "
                 "norm; draw from torch's, NumPy's or Python's own generators, which are put back, or reset yours in "
                 "encode; call torch.backends.mha.set_fastpath_enabled(False) for nn.TransformerEncoder in eval"
             )
 
 
-def _fetched(x: Tensor, stagings: dict[torch.device, Staging]) -> Tensor:
-    """Start to copy an embedding to the host, while the next chunk is encoded; a number stays where it is."""
+def _copy_to_host(x: Tensor, stagings: dict[torch.device, Staging]) -> Tensor:
+    """Start to copy an embedding to the host, beside the encoding of the next chunk; a number stays where it is."""
     if x.ndim < 2:
         return x
     if x.device not in stagings:
         stagings[x.device] = Staging(x.device, torch.device("cpu"))
-    kept = stagings[x.device].kept(x, dtype_name(x.dtype))
-    stagings[x.device].store(x.detach(), kept)
-    return kept
+    host_copy = stagings[x.device].kept(x, dtype_name(x.dtype))
+    stagings[x.device].store(x.detach(), host_copy)
+    return host_copy
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """The chunks' rows in one tensor, page-locked where they are."""
+def _join_chunks(parts: Sequence[Tensor]) -> Tensor:
+    """The chunks' rows in one tensor, which is page-locked if they are."""
     first = parts[0]
     if not (first.device.type == "cpu" and first.is_pinned()):
         return torch.cat(list(parts))
@@ -354,29 +354,29 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), out=whole)
 
 
-def _same(numbers: Sequence[Tensor]) -> Tensor:
-    """The number that every chunk returned; a loss takes it once."""
+def _common_number(numbers: Sequence[Tensor]) -> Tensor:
+    """The number that every chunk returned; ValueError if they differ, because the loss takes one."""
     if len(numbers) > 1:
-        found = torch.stack(list(numbers))
-        if not bool(((found == found[0]) | found.isnan()).all()):
+        stacked = torch.stack(list(numbers))
+        if not bool(((stacked == stacked[0]) | stacked.isnan()).all()):
             raise ValueError(
                 f"a number that encode returns must be the same for every chunk, as a scale is, got "
-                f"{found.min().item():g} to {found.max().item():g}; return a number per sample as (samples, 1)"
+                f"{stacked.min().item():g} to {stacked.max().item():g}; return a number per sample as (samples, 1)"
             )
     return numbers[-1]
 
 
 @contextmanager
-def _explained(chunk: tuple[Any, ...]) -> Iterator[None]:
-    """Where an encoder fails at a chunk without samples, raise an error that says what it must do."""
+def _explain_empty_chunk(chunk: tuple[Any, ...]) -> Iterator[None]:
+    """If an encoder fails at a chunk without samples, raise an error that says what it must do."""
     try:
         yield
     except RuntimeError as error:
         try:
-            some = any(map(samples, chunk))
-        except (TypeError, ValueError):  # of a caller's splitter
-            some = True
-        if some:
+            has_samples = any(map(samples, chunk))
+        except (TypeError, ValueError):  # a splitter's chunk, of another kind
+            has_samples = True
+        if has_samples:
             raise
         raise RuntimeError(
             "encode must take a chunk without samples, of first dimension 0, since there are none on this rank, got "
@@ -384,8 +384,8 @@ def _explained(chunk: tuple[Any, ...]) -> Iterator[None]:
         ) from error
 
 
-def _outputs(found: Any) -> list[Tensor]:
-    outputs = list(found) if isinstance(found, tuple | list) else [found]
+def _checked_outputs(returned: Any) -> list[Tensor]:
+    outputs = list(returned) if isinstance(returned, tuple | list) else [returned]
     for x in outputs:
         if not isinstance(x, Tensor):
             raise TypeError(
@@ -402,44 +402,44 @@ def _outputs(found: Any) -> list[Tensor]:
     return outputs
 
 
-def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
-    """Tensors, and how often each has been changed in place; those of inference mode do not count it."""
+def _record_versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    """Each tensor and its version, which counts changes in place; inference tensors have none and are left out."""
     return [(x, x._version) for x in tensors if not x.is_inference()]
 
 
-def _count_step(kept: set[int], optimizer: Optimizer, *_: Any) -> None:
-    """Count an optimizer's step as a change in place of those that it moves: a fused one does not."""
+def _count_step(tensor_ids: set[int], optimizer: Optimizer, *_: Any) -> None:
+    """Count an optimizer's step as a change in place of its parameters, which a fused optimizer does not count."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):
-        if id(p) in kept and p.grad is not None:
+        if id(p) in tensor_ids and p.grad is not None:
             torch.autograd.graph.increment_version(p)
 
 
-def _check_unchanged(kept: Iterable[tuple[Tensor, int]]) -> None:
-    """Raise for inputs and parameters that were changed in place since, other than by a forward."""
-    if any(x._version != version for x, version in kept):
+def _check_unchanged(versions: Iterable[tuple[Tensor, int]]) -> None:
+    """Raise ValueError if an input or a parameter was changed in place since its version was recorded."""
+    if any(x._version != version for x, version in versions):
         raise ValueError(
             "inputs and parameters must stay as they are until the second pass has read them again, got some that were "
             "changed in place; write x - mean instead of x.sub_(mean), and step the optimizer afterwards, in no hook"
         )
 
 
-def _towers(encode: Encode, inputs: Any, chunk: Chunk, split: Splitter | None) -> list[_Tower]:
-    # a list is one input of one callable, or the inputs of several
-    several = isinstance(inputs, tuple) or (not callable(encode) and isinstance(inputs, list))
-    given = inputs if several else (inputs,)
-    if not callable(encode) and len(encode) != len(given):
+def _make_towers(encode: Encode, inputs: Any, chunk: Chunk, split: Splitter | None) -> list[_Tower]:
+    # a list is the only input of one callable, or the inputs of several callables
+    has_many = isinstance(inputs, tuple) or (not callable(encode) and isinstance(inputs, list))
+    inputs = inputs if has_many else (inputs,)
+    if not callable(encode) and len(encode) != len(inputs):
         raise ValueError(
-            f"encode must have one callable per input, got {len(encode)} for {len(given)} inputs; name a shared one "
+            f"encode must have one callable per input, got {len(encode)} for {len(inputs)} inputs; name a shared one "
             "twice, give a tuple of inputs, and a scale as scale="
         )
-    if not given:
+    if not inputs:
         raise ValueError("inputs must be one per tower, got none; give the batch")
-    sizes = list(chunk) if isinstance(chunk, Sequence) else [chunk] * len(given)
-    if len(sizes) != len(given):
-        raise ValueError(f"chunk must be one size, or one per input, got {len(sizes)} for {len(given)}; give one size")
-    cuts = [cut(x, size, split) for x, size in zip(given, sizes, strict=True)]
+    sizes = list(chunk) if isinstance(chunk, Sequence) else [chunk] * len(inputs)
+    if len(sizes) != len(inputs):
+        raise ValueError(f"chunk must be one size, or one per input, got {len(sizes)} for {len(inputs)}; give one size")
+    cuts = [cut(x, size, split) for x, size in zip(inputs, sizes, strict=True)]
     if not callable(encode):
-        return [_Tower(each, [chunks]) for each, chunks in zip(encode, cuts, strict=True)]
+        return [_Tower(encoder, [chunks]) for encoder, chunks in zip(encode, cuts, strict=True)]
     counts = [chunks.count for chunks in cuts]
     if len(set(counts)) > 1:
         raise ValueError(
@@ -455,7 +455,7 @@ def check_loss(loss: Any) -> None:
 
 
 def check_backward(backward: Any) -> None:
-    """Raise TypeError for a backward that cannot be called."""
+    """Raise TypeError for a backward that cannot be called, and ValueError for that of an unsupported module."""
     check_callable("backward", backward, "give a function of a tensor, such as accelerator.backward")
     engine = getattr(backward, "__self__", None)
     if isinstance(engine, nn.Module):
@@ -470,14 +470,14 @@ def evaluate(loss: Loss, *arguments: Any) -> Tensor:
     """
     value = loss(*arguments)
     if not isinstance(value, Tensor) or value.numel() != 1:
-        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"loss must return a tensor of one element, got {got}; take its mean, or pick it out")
+        kind = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"loss must return a tensor of one element, got {kind}; take its mean, or pick it out")
     return value
 
 
-def numbers_of(scale: Any) -> list[Any]:
-    """What the loss takes after the embeddings."""
-    found = []
+def as_numbers(scale: Any) -> list[Any]:
+    """The numbers and one-element tensors that the loss takes after the embeddings."""
+    numbers = []
     for x in () if scale is None else scale if isinstance(scale, tuple | list) else (scale,):
         value = x() if callable(x) else x
         if hasattr(value, "device_mesh"):
@@ -491,5 +491,5 @@ def numbers_of(scale: Any) -> list[Any]:
             )
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"scale must have one element, got shape {tuple(value.shape)}; give several in a tuple")
-        found.append(value)
-    return found
+        numbers.append(value)
+    return numbers
