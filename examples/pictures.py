@@ -33,39 +33,39 @@ SIDE = 24
 
 
 def caption(kind: int) -> str:
-    """What a kind is called, such as "a small red circle at the left"."""
+    """The caption of a kind, such as "a small red circle at the left"."""
     size, colour, shape, place = KINDS[kind]
     return f"a {size} {colour} {shape} at the {place}"
 
 
 def bags(captions: list[str]) -> Tensor:
     """Which words each caption has: (n, words)."""
-    told = [text.split() for text in captions]
-    return torch.tensor([[float(word in text) for word in WORDS] for text in told])
+    word_lists = [text.split() for text in captions]
+    return torch.tensor([[float(word in text) for word in WORDS] for text in word_lists])
 
 
 def draw(kinds: Tensor) -> Tensor:
     """A picture of each kind, by torch's random numbers: (n,) -> (n, 3, 24, 24)."""
-    told = [KINDS[kind] for kind in kinds.tolist()]
-    radius = torch.tensor([SIZES[size] for size, *_ in told])[:, None, None]
-    colour = torch.tensor([COLOURS[colour] for _, colour, *_ in told]).float()
-    middle = torch.tensor([PLACES[place] for *_, place in told])
-    middle = middle + torch.randint(-2, 3, (len(told), 2))
+    attributes = [KINDS[kind] for kind in kinds.tolist()]
+    radius = torch.tensor([SIZES[size] for size, *_ in attributes])[:, None, None]
+    colour = torch.tensor([COLOURS[colour] for _, colour, *_ in attributes]).float()
+    middle = torch.tensor([PLACES[place] for *_, place in attributes])
+    middle = middle + torch.randint(-2, 3, (len(attributes), 2))
     axis = torch.arange(SIDE) - (SIDE - 1) / 2
     y = axis[None, :, None] - middle[:, :1, None]
     x = axis[None, None, :] - middle[:, 1:, None]
-    far, diamond = (x * x + y * y).sqrt(), x.abs() + y.abs()
+    distance, diamond = (x * x + y * y).sqrt(), x.abs() + y.abs()
     square = torch.maximum(x.abs(), y.abs())
     forms = {
-        "circle": far <= radius,
+        "circle": distance <= radius,
         "square": square <= radius,
         "diamond": diamond <= radius + 1,
-        "ring": (far <= radius) & (far > radius - 2),
+        "ring": (distance <= radius) & (distance > radius - 2),
         "cross": (torch.minimum(x.abs(), y.abs()) < 1) & (square <= radius),
     }
-    inside = torch.stack([forms[shape][i] for i, (_, _, shape, _) in enumerate(told)])
+    inside = torch.stack([forms[shape][i] for i, (_, _, shape, _) in enumerate(attributes)])
     colours = inside[:, None] * colour[:, :, None, None]
-    return colours + 0.3 * torch.randn(len(told), 3, SIDE, SIDE)
+    return colours + 0.3 * torch.randn(len(attributes), 3, SIDE, SIDE)
 
 
 def tower(width: int) -> torch.nn.Module:

@@ -14,18 +14,18 @@ SCALE = 15.0
 
 
 def confused(kinds):
-    """Kinds of one other word, such as a large red circle for a small one: (n,) -> (n,)."""
-    found = []
+    """Kinds that differ in one word, such as a large red circle for a small one: (n,) -> (n,)."""
+    confused_kinds = []
     for kind in kinds.tolist():
         words, place = list(KINDS[kind]), int(torch.randint(4, ()))
         others = sorted({other[place] for other in KINDS} - {words[place]})
         words[place] = others[int(torch.randint(len(others), ()))]
-        found.append(KIND[tuple(words)])
-    return torch.tensor(found)
+        confused_kinds.append(KIND[tuple(words)])
+    return torch.tensor(confused_kinds)
 
 
 def recall(query, document):
-    """How often the nearest picture of all 250 kinds is the one that a caption tells."""
+    """The share of captions whose nearest picture, among all 250 kinds, is of the caption's kind."""
     kinds = torch.arange(len(KINDS))
     with torch.no_grad():
         words = normalize(query(bags([caption(kind) for kind in kinds.tolist()])), dim=1)
@@ -44,7 +44,7 @@ def train(hard):
         words = normalize(query(bags([caption(kind) for kind in kinds.tolist()])), dim=1)
         pictures = normalize(document(draw(columns)), dim=1)
         key, negatives = pictures[:128], pictures[128:] if hard else ()
-        # a picture of the query's kind is no negative, wherever it comes from
+        # equal ids: no picture of the query's kind is a negative, not even one of another pair
         loss = contrastile.info_nce(words, key, SCALE, negatives=negatives, row_ids=kinds, column_ids=columns)
         optimiser.zero_grad()
         loss.backward()

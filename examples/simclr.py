@@ -35,11 +35,11 @@ def view(wave):
 
 
 def same_form():
-    """How often the nearest of 500 other waves has the same form; 0.17 by chance."""
-    (wave, form), (other, others) = draw(500), draw(500)
+    """The share of waves whose nearest of 500 other waves has the same form; 0.17 by chance."""
+    (wave, form), (other_wave, other_form) = draw(500), draw(500)
     with torch.no_grad():
-        near = (normalize(encoder(view(wave)), dim=1) @ normalize(encoder(view(other)), dim=1).T).argmax(1)
-    return (others[near] == form).float().mean().item()
+        nearest = (normalize(encoder(view(wave)), dim=1) @ normalize(encoder(view(other_wave)), dim=1).T).argmax(1)
+    return (other_form[nearest] == form).float().mean().item()
 
 
 torch.manual_seed(0)

@@ -23,7 +23,7 @@ train, train_labels = features[~held_out], labels[~held_out]
 
 @torch.no_grad()
 def accuracy(encode):
-    """How often most of a held-out gloss's five nearest have its part of speech."""
+    """The share of held-out glosses whose part of speech most of their five nearest glosses have."""
     unseen, known = normalize(encode(features[held_out]), dim=1), normalize(encode(train), dim=1)
     nearest = (unseen @ known.T).topk(5).indices
     votes = one_hot(train_labels[nearest], len(letters)).sum(1)

@@ -39,7 +39,7 @@ REPORTS = 16
 
 
 def read_pairs(folder: Path) -> tuple[list[tuple[str, int]], list[str]]:
-    """Each lemma and each example of WordNet with the number of its gloss; and the glosses, none twice."""
+    """Each lemma and each example of WordNet with the number of its gloss; and the glosses without repetition."""
     pairs, glosses = [], dict[str, int]()
     for name in FILES.values():
         for line in (folder / name).read_text(encoding="ascii").splitlines():
@@ -48,7 +48,7 @@ def read_pairs(folder: Path) -> tuple[list[tuple[str, int]], list[str]]:
             fields, _, text = line.partition("|")
             words = fields.split()
             lemmas = words[4 : 4 + 2 * int(words[3], 16) : 2]
-            # an adjective may have a mark of its place, such as (p)
+            # an adjective may end with a mark of its position, such as (p)
             queries = [re.sub(r"\(\w+\)$", "", lemma).replace("_", " ") for lemma in lemmas] + QUOTED.findall(text)
             number = glosses.setdefault(text.partition('; "')[0].strip(), len(glosses))
             pairs += [(query, number) for query in queries]
@@ -64,10 +64,10 @@ class MiniLM(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(math.log(20.0)))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(samples, length) token ids, 0 where there is none -> (samples, d) of unit length."""
-        here = ids != 0
-        hidden = self.bert(ids, attention_mask=here.long()).last_hidden_state
-        return normalize((hidden * here[:, :, None]).sum(dim=1), dim=1)
+        """(samples, length) token ids, padded with 0 -> (samples, d) of unit length."""
+        mask = ids != 0
+        hidden = self.bert(ids, attention_mask=mask.long()).last_hidden_state
+        return normalize((hidden * mask[:, :, None]).sum(dim=1), dim=1)
 
 
 class WordNet:
@@ -77,22 +77,22 @@ class WordNet:
         pairs, glosses = read_pairs(folder)
 
         def tokens(texts: list[str], length: int) -> Tensor:
-            how = {"padding": "max_length", "truncation": True, "max_length": length, "return_tensors": "pt"}
-            ids: Tensor = tokenizer(texts, **how)["input_ids"]
+            options = {"padding": "max_length", "truncation": True, "max_length": length, "return_tensors": "pt"}
+            ids: Tensor = tokenizer(texts, **options)["input_ids"]
             return ids.int()
 
         self.glosses = tokens(glosses, GLOSS_TOKENS)
         self.queries = tokens([query for query, _ in pairs], QUERY_TOKENS)
         self.gloss_of = torch.tensor([gloss for _, gloss in pairs])
-        # the same glosses whatever else is asked for
+        # the held-out glosses depend on their texts alone
         order = sorted(range(len(glosses)), key=lambda i: hashlib.sha256(glosses[i].encode()).digest())
         held_out = torch.isin(self.gloss_of, torch.tensor(order[:count]))
         self.training, self.testing = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
 
     def batches(self, size: int) -> Iterator[Tensor]:
-        """Training pairs of shuffled epochs laid end to end: batches of any size read them in the same order."""
-        shuffled = (torch.Generator().manual_seed(epoch) for epoch in itertools.count())
-        rows = (i for each in shuffled for i in torch.randperm(len(self.training), generator=each).tolist())
+        """Batches of the training pairs of shuffled epochs. The order of the pairs does not depend on the size."""
+        generators = (torch.Generator().manual_seed(epoch) for epoch in itertools.count())
+        rows = (i for generator in generators for i in torch.randperm(len(self.training), generator=generator).tolist())
         while True:
             yield self.training[list(itertools.islice(rows, size))]
 
@@ -119,8 +119,8 @@ def autocast(device: torch.device) -> Any:
 
 @torch.no_grad()
 def evaluate(model: MiniLM, data: WordNet, stream: Any) -> dict[str, float]:
-    """Recall of the held-out glosses, among themselves, in eval mode."""
-    numbers, own = torch.unique(data.gloss_of[data.testing], return_inverse=True)
+    """Recall of the held-out queries among the held-out glosses, in eval mode."""
+    numbers, positives = torch.unique(data.gloss_of[data.testing], return_inverse=True)
     model.eval()
     with autocast(model.log_scale.device):
         queries, glosses = (
@@ -128,31 +128,31 @@ def evaluate(model: MiniLM, data: WordNet, stream: Any) -> dict[str, float]:
             for ids in (data.queries[data.testing], data.glosses[numbers])
         )
     model.train()
-    ranks = retrieval.ranks(queries, glosses, positives=own.to(queries.device))
+    ranks = retrieval.ranks(queries, glosses, positives=positives.to(queries.device))
     return {f"recall@{k}": retrieval.recall(ranks, k) for k in (1, 10)}
 
 
-def train(model: MiniLM, data: WordNet, stream: Any, given: argparse.Namespace) -> list[dict[str, float]]:
-    """Train on ``samples`` pairs, and print the loss and the recall now and then; returns what it printed."""
-    steps = max(1, given.samples // given.batch)
-    kinds = [[p for p in model.parameters() if (p.ndim > 1) == decays] for decays in (True, False)]
-    groups = [{"params": p, "weight_decay": decay} for p, decay in zip(kinds, (0.01, 0.0), strict=True)]
-    optimiser = torch.optim.AdamW(groups, lr=given.lr * math.sqrt(given.batch / 512))
-    # up for a tenth of the steps, then down to 0
+def train(model: MiniLM, data: WordNet, stream: Any, args: argparse.Namespace) -> list[dict[str, float]]:
+    """Train on ``samples`` pairs; print the loss and the recall at intervals, and return them."""
+    steps = max(1, args.samples // args.batch)
+    parameters = [[p for p in model.parameters() if (p.ndim > 1) == decays] for decays in (True, False)]
+    groups = [{"params": p, "weight_decay": decay} for p, decay in zip(parameters, (0.01, 0.0), strict=True)]
+    optimiser = torch.optim.AdamW(groups, lr=args.lr * math.sqrt(args.batch / 512))
+    # the rate rises for a tenth of the steps, then falls to 0
     rate = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda i: min((i + 1) / max(1, steps // 10), 1 - i / steps))
     curve = [{"samples": 0, **evaluate(model, data, stream)}]
     losses, seconds, start = [], 0.0, time.perf_counter()
-    for i, rows in zip(range(1, steps + 1), data.batches(given.batch), strict=False):
-        found = step(model, data, rows, stream)
+    for i, rows in zip(range(1, steps + 1), data.batches(args.batch), strict=False):
+        metrics = step(model, data, rows, stream)
         optimiser.step()
         optimiser.zero_grad()
         rate.step()
         with torch.no_grad():
             model.log_scale.clamp_(max=math.log(LARGEST_SCALE))
-        losses.append(found["loss"])
-        seconds += float(found["loss_seconds"])
+        losses.append(metrics["loss"])
+        seconds += float(metrics["loss_seconds"])
         if i % max(1, steps // REPORTS) == 0 or i == steps:
-            point = {"samples": i * given.batch, "loss": torch.stack(losses).mean().item()}
+            point = {"samples": i * args.batch, "loss": torch.stack(losses).mean().item()}
             point["loss's share of the time"] = seconds / (time.perf_counter() - start)
             curve.append(point | evaluate(model, data, stream))
             print(", ".join(f"{name} {value:,.4g}" for name, value in curve[-1].items()), flush=True)
@@ -167,14 +167,14 @@ def main() -> list[dict[str, float]]:
     for name, value in (defaults | {"wordnet": "/usr/share/wordnet", "model": ""}).items():
         parser.add_argument(f"--{name}", type=type(value), default=value, help=" ")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu", help=" ")
-    given = parser.parse_args()
-    if not Path(given.wordnet).is_dir():
-        raise SystemExit(f"no dictionary in {given.wordnet}: apt-get install wordnet-base, or --wordnet FOLDER")
+    args = parser.parse_args()
+    if not Path(args.wordnet).is_dir():
+        raise SystemExit(f"no dictionary in {args.wordnet}: apt-get install wordnet-base, or --wordnet FOLDER")
     torch.manual_seed(0)
-    folder = Path(given.model) if given.model else model_folder()
-    data = WordNet(Path(given.wordnet), AutoTokenizer.from_pretrained(folder), given.held_out)
-    stream = functools.partial(training.stream, size=training.Budget(given.chunk), device=given.device)
-    return train(MiniLM(folder).to(given.device), data, stream, given)
+    folder = Path(args.model) if args.model else model_folder()
+    data = WordNet(Path(args.wordnet), AutoTokenizer.from_pretrained(folder), args.held_out)
+    stream = functools.partial(training.stream, size=training.Budget(args.chunk), device=args.device)
+    return train(MiniLM(folder).to(args.device), data, stream, args)
 
 
 if __name__ == "__main__":

@@ -51,11 +51,11 @@ def load_wordnet_pairs(path: str | os.PathLike[str] | None = None) -> WordNetPai
         ValueError: the file is damaged.
     """
     source = files("contrastile.data").joinpath("wordnet_pairs.npz") if path is None else Path(path)
-    blob = source.read_bytes()
+    content = source.read_bytes()
     try:
-        with np.load(io.BytesIO(blob), allow_pickle=False) as archive:
+        with np.load(io.BytesIO(content), allow_pickle=False) as archive:
             return WordNetPairs(**archive)
-    # zipfile, zlib and the npy parser raise different errors for damage; a name too many or too few is a TypeError
+    # zipfile, zlib and the npy parser raise different errors for damage; a wrong set of arrays is a TypeError
     except Exception as error:
         raise ValueError(
             f"wordnet_pairs.npz must be a whole .npz archive of the arrays of WordNetPairs, got {error!r}: "

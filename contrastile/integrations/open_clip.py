@@ -19,22 +19,22 @@ from contrastile.training.cache import second_pass
 
 
 def replace_losses() -> list[str]:
-    """Have open_clip make this package's losses: call it before ``open_clip_train.main``.
+    """Make open_clip use this package's losses; call this before ``open_clip_train.main``.
 
     Returns:
-        The names of the losses that stay open_clip's own, which are logged as a warning too.
+        The names of the losses that stay open_clip's own. They are also logged as a warning.
     """
-    # version 3.3 makes them in factory, by the names that it has imported; version 4 in its tasks, by those in loss
-    loss, factory = (importlib.import_module(f"open_clip.{name}") for name in ("loss", "factory"))
-    theirs = {name for name, x in vars(loss).items() if name.endswith("Loss") and isinstance(x, type)}
-    ours = theirs & {name for name in vars(contrastile.nn) if name.endswith("Loss")}
-    for name in ours:
-        for module in (loss, factory):
+    # version 3.3 makes losses in factory, by the names imported there; version 4 makes them in its tasks, from loss
+    loss_module, factory_module = (importlib.import_module(f"open_clip.{name}") for name in ("loss", "factory"))
+    library_names = {name for name, x in vars(loss_module).items() if name.endswith("Loss") and isinstance(x, type)}
+    replaced_names = library_names & {name for name in vars(contrastile.nn) if name.endswith("Loss")}
+    for name in replaced_names:
+        for module in (loss_module, factory_module):
             if hasattr(module, name):
                 setattr(module, name, getattr(contrastile.nn, name))
-    left = sorted(theirs - ours)
-    logging.getLogger(__name__).warning("contrastile: these stay open_clip's own: %s", ", ".join(left) or "none")
-    return left
+    kept_names = sorted(library_names - replaced_names)
+    logging.getLogger(__name__).warning("contrastile: these stay open_clip's own: %s", ", ".join(kept_names) or "none")
+    return kept_names
 
 
 class ChunkedModel(nn.Module):
@@ -62,27 +62,27 @@ class ChunkedModel(nn.Module):
             inner = inner.module
         return inner  # type: ignore[no-any-return]
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """What the model returns, a dict or a tuple; ``backward`` may go through it once.
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """The model's outputs, a dict or a tuple; one backward pass may go through them.
 
         Args:
-            *inputs: the images and texts of the whole batch, tensors or what ``training.cached_step`` takes.
-            **named: likewise, by the names of the model's arguments.
+            *inputs: the images and texts of the whole batch, as inputs of ``training.cached_step``.
+            **named_inputs: further inputs, by the names of the model's parameters.
 
         Raises:
             TypeError, ValueError: see ``contrastile.training.cached_step``.
         """
         if not torch.is_grad_enabled():
-            return self.model(*inputs, **named)
+            return self.model(*inputs, **named_inputs)
         names: list[str] = []
 
         def encode(*chunk: Any) -> Any:
-            found = self.model(*chunk[: len(inputs)], **dict(zip(named, chunk[len(inputs) :], strict=True)))
-            if not isinstance(found, Mapping):
-                return found
-            names[:] = found
-            return tuple(found.values())
+            returned = self.model(*chunk[: len(inputs)], **dict(zip(named_inputs, chunk[len(inputs) :], strict=True)))
+            if not isinstance(returned, Mapping):
+                return returned
+            names[:] = returned
+            return tuple(returned.values())
 
-        _, replay = embed(encode, (*inputs, *named.values()), self.chunk)
+        _, replay = embed(encode, (*inputs, *named_inputs.values()), self.chunk)
         outputs = second_pass(replay, replay.outputs)
         return dict(zip(names, outputs, strict=True)) if names else outputs

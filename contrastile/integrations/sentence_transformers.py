@@ -22,7 +22,7 @@ from contrastile.losses import clip_loss, info_nce
 from contrastile.plan import Settings, complete
 from contrastile.training.random_state import Autocast
 
-_SHARED = (
+_LOSS_OPTIONS = (
     "scale",
     "similarity_fct",
     "gather_across_devices",
@@ -31,11 +31,11 @@ _SHARED = (
     "hardness_mode",
     "hardness_strength",
 )
-_NOBODY = -1
+_NO_ID = -1
 
 
-class _Texts:
-    """A loss that knows the texts of its documents in a forward pass, where it masks duplicates."""
+class _WithTexts:
+    """A loss that has the ids of its documents' texts during a forward pass, to mask duplicates."""
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """The loss of the tokens of queries, of documents, and of each column of hard negatives, 0-d."""
@@ -48,7 +48,7 @@ class _Texts:
             loss.texts = []
 
 
-class MultipleNegativesRankingLoss(_Texts, losses.MultipleNegativesRankingLoss):  # type: ignore[misc]
+class MultipleNegativesRankingLoss(_WithTexts, losses.MultipleNegativesRankingLoss):  # type: ignore[misc]
     """The library's ``MultipleNegativesRankingLoss`` in memory that is linear in the batch.
 
     With ``gather_across_devices`` the value is the loss of the global batch on every rank, where the library's is the
@@ -56,15 +56,15 @@ class MultipleNegativesRankingLoss(_Texts, losses.MultipleNegativesRankingLoss):
 
     Args:
         *args: the library's own.
-        settings: how to compute it, such as ``{"backend": "triton"}``: see ``contrastile.plan.Settings``. The group is
-            that of ``gather_across_devices``.
-        mask_duplicates: whether documents with the tokens of a query's own document, on any rank, are no negatives of
-            that query; for "query_to_doc" alone, without hardness.
+        settings: options of the computation, such as ``{"backend": "triton"}``: see ``contrastile.plan.Settings``.
+            ``gather_across_devices`` gives the group.
+        mask_duplicates: whether a query's negatives exclude documents, on any rank, with the same tokens as its own
+            document; for "query_to_doc" alone, without hardness.
         **kwargs: the library's own. ``similarity_fct`` must be ``util.cos_sim`` or ``util.dot_score``.
 
     Raises:
-        TypeError: the settings are no dict, or one is unknown; or the model has several vectors for each text.
-        ValueError: the similarity is another one, the settings have a group, or duplicates cannot be masked.
+        TypeError: the settings are not a dict, or one is unknown; or the model has several vectors for each text.
+        ValueError: the similarity is another function, the settings have a group, or duplicates cannot be masked.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class MultipleNegativesRankingLoss(_Texts, losses.MultipleNegativesRankingLoss):
             labels: not used.
 
         Raises:
-            ValueError: there are fewer than two, they do not fit together, or duplicates are masked and the texts are
-                not known.
+            ValueError: there are fewer than two embeddings, their shapes do not fit, or duplicates are masked and the
+                texts are not known.
         """
         if self.mask_duplicates and not self.texts:
             raise ValueError("mask_duplicates must be False for embeddings without their texts, got True; leave it out")
@@ -106,8 +106,8 @@ class MultipleNegativesRankingLoss(_Texts, losses.MultipleNegativesRankingLoss):
             return self._softmax(queries, documents, self.directions)
         if len(documents) == 1 and not self._hardness:
             return cast(Tensor, clip_loss(queries, documents[0], self.scale, **_with_group(self)))
-        back = info_nce(documents[0], queries, self.scale, **_with_group(self))
-        return cast(Tensor, (self._softmax(queries, documents) + back) / 2)
+        doc_to_query = info_nce(documents[0], queries, self.scale, **_with_group(self))
+        return cast(Tensor, (self._softmax(queries, documents) + doc_to_query) / 2)
 
     @property
     def _hardness(self) -> float:
@@ -116,77 +116,77 @@ class MultipleNegativesRankingLoss(_Texts, losses.MultipleNegativesRankingLoss):
     def _softmax(self, queries: Tensor, documents: Sequence[Tensor], directions: Sequence[str] = ()) -> Tensor:
         """All directions under one softmax for each query, as one ``info_nce`` of wider features.
 
-        A row has dimensions for everything that its logits are made of: the query; its document, for the directions
-        that start there; the query without gradient, for what hardness adds to a logit; and the logits of its own pairs
-        that hardness treats unlike those of other queries. A column is 0 in all dimensions but its own.
+        A row concatenates the features that its logits need: the query; its document, for the directions that start
+        there; the query without gradient, for the hardness term of a logit; and the logits of its own pairs, if
+        hardness treats them unlike those of other queries. A column is 0 in all dimensions but its own.
 
         Args:
             queries: (b, d).
             documents: (b, d) each.
-            directions: those beside "query_to_doc".
+            directions: the directions besides "query_to_doc".
         """
         rank = dist.get_rank() if _shared(self) else 0
-        own = torch.arange(len(queries), device=queries.device) + (rank << 32)
-        nobody = torch.full_like(own, _NOBODY)
+        query_ids = torch.arange(len(queries), device=queries.device) + (rank << 32)
+        no_ids = torch.full_like(query_ids, _NO_ID)
         strength = self._hardness / self.scale
         apart = _apart(self.hardness_mode, len(documents)) if strength else range(0)
-        everywhere = bool(strength) and self.hardness_mode != "hard_negatives"
+        is_general = bool(strength) and self.hardness_mode != "hard_negatives"
 
         rows = {"query": queries}
         if "doc_to_query" in directions or "doc_to_doc" in directions:
             rows["document"] = documents[0]
-        if everywhere:
+        if is_general:
             rows["hardness"] = strength * queries.detach()
         if apart:
-            rows["pairs"] = _pairs(queries, [documents[i] for i in apart], 0.0 if everywhere else strength)
+            rows["pairs"] = _pairs(queries, [documents[i] for i in apart], 0.0 if is_general else strength)
 
-        # columns with the id of a query are left out for it
+        # a column is no negative of a query with the same id
         columns = [
-            ({"query": x, "hardness": x.detach()}, own if i in apart else nobody) for i, x in enumerate(documents)
+            ({"query": x, "hardness": x.detach()}, query_ids if i in apart else no_ids) for i, x in enumerate(documents)
         ]
         if "query_to_query" in directions:
-            columns.append(({"query": queries}, own))
+            columns.append(({"query": queries}, query_ids))
         if "doc_to_query" in directions:
-            columns.append(({"document": queries}, nobody))
+            columns.append(({"document": queries}, no_ids))
         if "doc_to_doc" in directions:
-            columns += [({"document": x}, own) for x in documents]
-        found = [(_beside(rows, parts), ids) for parts, ids in columns]
+            columns += [({"document": x}, query_ids) for x in documents]
+        blocks = [(_beside(rows, parts), ids) for parts, ids in columns]
         if apart and rank == 0:
-            # the same columns for all ranks, so one rank has them
+            # these columns are the same for all ranks, so rank 0 alone adds them
             ones = torch.eye(len(apart), rows["pairs"].shape[1], dtype=queries.dtype, device=queries.device)
-            more = _beside(rows, {"pairs": ones}), nobody.new_full((len(apart),), _NOBODY)
-            where, joined = (0, [more, found[0]]) if 0 in apart else (-1, [found[-1], more])
-            found[where] = (torch.cat([x for x, _ in joined]), torch.cat([x for _, x in joined]))
+            pair_block = _beside(rows, {"pairs": ones}), no_ids.new_full((len(apart),), _NO_ID)
+            position, joined = (0, [pair_block, blocks[0]]) if 0 in apart else (-1, [blocks[-1], pair_block])
+            blocks[position] = (torch.cat([x for x, _ in joined]), torch.cat([x for _, x in joined]))
         if self.mask_duplicates:
-            own, found = self.texts[0], [(x, ids) for (x, _), ids in zip(found, self.texts, strict=True)]
-        matched = self.mask_duplicates or bool(apart) or "query_to_query" in directions or "doc_to_doc" in directions
-        key, *negatives = (x for x, _ in found)
+            query_ids, blocks = self.texts[0], [(x, ids) for (x, _), ids in zip(blocks, self.texts, strict=True)]
+        needs_ids = self.mask_duplicates or bool(apart) or "query_to_query" in directions or "doc_to_doc" in directions
+        key, *negatives = (x for x, _ in blocks)
         value = info_nce(
             _beside(rows, rows),
             key,
             self.scale,
             negatives=negatives,
-            # the pairs' first column is the first of all
-            positives=torch.zeros_like(own) if 0 in apart else None,
-            row_ids=own if matched else None,
-            column_ids=torch.cat([ids for _, ids in found]) if matched else None,
+            # every query's positive is then the first pair column, which is column 0
+            positives=torch.zeros_like(query_ids) if 0 in apart else None,
+            row_ids=query_ids if needs_ids else None,
+            column_ids=torch.cat([ids for _, ids in blocks]) if needs_ids else None,
             **_with_group(self),
         )
         return cast(Tensor, value)
 
 
 class _TwoPasses:
-    """What the library's cached losses become: the second pass of the encoder has the autocast of the first."""
+    """A cached loss of the library, with the autocast of the encoder's first pass in its second pass."""
 
     def embed_minibatch(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The library's: embeddings first, and last the context that their second pass enters, None without one."""
+        """The library's result: embeddings, and at the end the context of their second pass, None without one."""
         library: Any = super()
         *embeddings, random_state = library.embed_minibatch(*args, **kwargs)
-        again = None if random_state is None else _Again(random_state, Autocast([embeddings[0].device]))
-        return *embeddings, again
+        context = None if random_state is None else _Again(random_state, Autocast([embeddings[0].device]))
+        return *embeddings, context
 
 
-class CachedMultipleNegativesRankingLoss(_Texts, _TwoPasses, losses.CachedMultipleNegativesRankingLoss):  # type: ignore[misc]
+class CachedMultipleNegativesRankingLoss(_WithTexts, _TwoPasses, losses.CachedMultipleNegativesRankingLoss):  # type: ignore[misc]
     """The library's ``CachedMultipleNegativesRankingLoss``, whose gradient cache is kept, with the loss in one call.
 
     ``mini_batch_size`` bounds the encoder's memory; the loss does not need it. The second pass of the encoder, in the
@@ -205,8 +205,8 @@ class CachedMultipleNegativesRankingLoss(_Texts, _TwoPasses, losses.CachedMultip
         self, *args: Any, settings: Settings | None = None, mask_duplicates: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        shared = {"mask_duplicates": mask_duplicates, **{name: getattr(self, name) for name in _SHARED}}
-        self.loss = MultipleNegativesRankingLoss(self.model, settings=settings, **shared)
+        options = {"mask_duplicates": mask_duplicates, **{name: getattr(self, name) for name in _LOSS_OPTIONS}}
+        self.loss = MultipleNegativesRankingLoss(self.model, settings=settings, **options)
 
     def calculate_loss(
         self, reps: Sequence[Sequence[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
@@ -219,20 +219,20 @@ class CachedMultipleNegativesRankingLoss(_Texts, _TwoPasses, losses.CachedMultip
             with_backward: whether to fill the embeddings' ``.grad``.
         """
         loss: Tensor = self.loss.compute_loss_from_embeddings([torch.cat(list(chunks)) for chunks in reps], labels)
-        return _differentiated(loss) if with_backward else loss
+        return _after_backward(loss) if with_backward else loss
 
 
-class _Guided:
-    """What both losses with a guide make of embeddings."""
+class _WithGuide:
+    """The computation that both losses with a guide share."""
 
     def __init__(self, *args: Any, settings: Settings | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = _checked(settings)
 
-    def _of(self: Any, embeddings: Sequence[Tensor], of_guide: Sequence[Tensor]) -> Tensor:
-        """The loss, 0-d, of (b, d) of each column, and of (b, e) that the guide gave them."""
+    def _of(self: Any, embeddings: Sequence[Tensor], guide_embeddings: Sequence[Tensor]) -> Tensor:
+        """The loss, 0-d, of the embeddings of each column, (b, d), and of the guide's embeddings, (b, e)."""
         rows, columns = self._sides(embeddings)
-        row_guide, column_guide = self._sides(of_guide)
+        row_guide, column_guide = self._sides(guide_embeddings)
         value = info_nce(
             rows,
             columns[0],
@@ -246,12 +246,12 @@ class _Guided:
         return cast(Tensor, value)
 
     def _sides(self: Any, embeddings: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The rows, and the blocks of columns under one softmax, of embeddings or of the guide's: see ``_softmax``."""
+        """The rows and the blocks of columns of one softmax, of the model's or guide's embeddings: see ``_softmax``."""
         anchors, positives, *negatives = (normalize(x, dim=-1) for x in embeddings)
         rows = {"query": anchors}
         columns = [{"query": positives}]
         if self.contrast_anchors:
-            # of an anchor against itself the guide is surer than of any pair
+            # the guide excludes an anchor against itself, because no pair is more similar
             columns.append({"query": anchors})
         if self.contrast_positives:
             rows["document"] = positives
@@ -260,7 +260,7 @@ class _Guided:
         return _beside(rows, rows), [_beside(rows, x) for x in columns]
 
 
-class GISTEmbedLoss(_Guided, losses.GISTEmbedLoss):  # type: ignore[misc]
+class GISTEmbedLoss(_WithGuide, losses.GISTEmbedLoss):  # type: ignore[misc]
     """The library's ``GISTEmbedLoss`` in memory that is linear in the batch, with any number of hard negatives.
 
     The guide's embeddings are compared in the dtype of the model's. Two things differ from the library: with
@@ -278,26 +278,26 @@ class GISTEmbedLoss(_Guided, losses.GISTEmbedLoss):  # type: ignore[misc]
         ``labels`` are not used.
         """
         features = list(sentence_features)
-        # a model writes into what it is given
-        of_guide = [dict(x) for x in features]
+        # copies, because a model writes into its input
+        guide_features = [dict(x) for x in features]
         embeddings = embed_columns(self.model, features)
         with torch.no_grad():
             if self.must_retokenize:
-                of_guide = [self._tokenized_again(x) for x in features]
-            guided = embed_columns(self.guide, of_guide)
-        return self._of(embeddings, guided)
+                guide_features = [self._tokenized_again(x) for x in features]
+            guide_embeddings = embed_columns(self.guide, guide_features)
+        return self._of(embeddings, guide_embeddings)
 
     def _tokenized_again(self, features: Mapping[str, Any]) -> dict[str, Any]:
-        """The guide's features of the texts that the model's are of."""
+        """The guide's features of the texts of the model's features."""
         ids = features["input_ids"]
         if "cu_seq_lens_q" in features:
-            # texts one after another, without padding
+            # the texts are concatenated without padding
             ids = ids[0].split(features["cu_seq_lens_q"].diff().tolist())
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return cast("dict[str, Any]", batch_to_device(self.guide.preprocess(texts), self.guide.device))
 
 
-class CachedGISTEmbedLoss(_Guided, _TwoPasses, losses.CachedGISTEmbedLoss):  # type: ignore[misc]
+class CachedGISTEmbedLoss(_WithGuide, _TwoPasses, losses.CachedGISTEmbedLoss):  # type: ignore[misc]
     """The library's ``CachedGISTEmbedLoss``, whose gradient cache is kept, with the loss in one call.
 
     It differs from the library as ``GISTEmbedLoss`` does. The arguments, and what is raised, are those of
@@ -307,19 +307,19 @@ class CachedGISTEmbedLoss(_Guided, _TwoPasses, losses.CachedGISTEmbedLoss):  # t
     def calculate_loss(
         self, reps: Sequence[Sequence[Tensor]], reps_guided: Sequence[Sequence[Tensor]], *, with_backward: bool = False
     ) -> Tensor:
-        """As ``CachedMultipleNegativesRankingLoss``'s; the guide's embeddings are given as the model's."""
-        loss = self._of(*([torch.cat(list(chunks)) for chunks in each] for each in (reps, reps_guided)))
-        return _differentiated(loss) if with_backward else loss
+        """As in ``CachedMultipleNegativesRankingLoss``; ``reps_guided`` are the guide's embeddings in the same form."""
+        loss = self._of(*([torch.cat(list(chunks)) for chunks in columns] for columns in (reps, reps_guided)))
+        return _after_backward(loss) if with_backward else loss
 
 
 class _Again:
-    """The random numbers and the autocast of a first pass, to be entered as often as it is repeated."""
+    """A context with the random numbers and the autocast of a first pass; it may be entered several times."""
 
     def __init__(self, random_state: AbstractContextManager[None], autocast: Autocast) -> None:
         self._random_state, self._autocast = random_state, autocast
 
     def __enter__(self) -> None:
-        # see Replay: an autocast around the call may keep copies of weights that have no gradient
+        # autocast may keep cast copies of weights that have no graph: see Replay
         torch.clear_autocast_cache()
         self._stack = self._autocast.again()
         self._stack.enter_context(self._random_state)
@@ -328,23 +328,23 @@ class _Again:
         self._stack.__exit__(*error)
 
 
-def _differentiated(loss: Tensor) -> Tensor:
+def _after_backward(loss: Tensor) -> Tensor:
     """The loss, detached, after its backward pass."""
     torch.autograd.backward(loss)
     return loss.detach()
 
 
 def _checked(settings: Any) -> Settings:
-    """A loss's settings; raise TypeError or ValueError if they are none, or have a group."""
+    """The settings of a loss; TypeError if they are not a dict, ValueError if they have a group."""
     if not isinstance(settings, Mapping | None):
         raise TypeError(
             f"settings must be a dict, got {type(settings).__name__}; give the loss's own, such as "
             "settings={'backend': 'triton'}"
         )
-    found = cast(Settings, settings or {})
-    if complete(found)["group"] is not None:
+    checked_settings = cast(Settings, settings or {})
+    if complete(checked_settings)["group"] is not None:
         raise ValueError("settings must have no group, got one; give gather_across_devices=True instead")
-    return found
+    return checked_settings
 
 
 def _shared(loss: Any) -> bool:
@@ -356,7 +356,7 @@ def _with_group(loss: Any) -> Settings:
 
 
 def _text_ids(features: Mapping[str, Tensor]) -> Tensor:
-    """(b,) hashes of 64 bits of the tokens that the attention mask leaves, wherever their padding stands."""
+    """(b,) 64-bit hashes of the tokens under the attention mask, on whichever side the padding is."""
     ids = features.get("input_ids")
     if ids is None or ids.ndim != 2:
         raise ValueError(
@@ -364,25 +364,25 @@ def _text_ids(features: Mapping[str, Tensor]) -> Tensor:
             f"{', '.join(features) if ids is None else tuple(ids.shape)}; leave it out"
         )
     mask = features.get("attention_mask", torch.ones_like(ids)).long()
-    mixed = (ids.long() + (mask.cumsum(1) << 32)) * (0x9E3779B97F4A7C15 - 2**64)  # Fibonacci hashing
-    return ((mixed ^ (mixed >> 29)) * 0x2545F4914F6CDD1D * mask).sum(1)
+    hashes = (ids.long() + (mask.cumsum(1) << 32)) * (0x9E3779B97F4A7C15 - 2**64)  # Fibonacci hashing
+    return ((hashes ^ (hashes >> 29)) * 0x2545F4914F6CDD1D * mask).sum(1)
 
 
 def _apart(mode: str | None, documents: int) -> range:
-    """Which of a query's own documents hardness treats unlike those of other queries."""
+    """The numbers of the query's own documents that hardness treats unlike other queries' documents."""
     return {"hard_negatives": range(1, documents), "all_negatives": range(1)}.get(str(mode), range(documents))
 
 
 def _pairs(queries: Tensor, documents: Sequence[Tensor], strength: float) -> Tensor:
-    """(b, a multiple of 8) similarities of queries with their own documents, hardness added, zeros at the end."""
-    wide = torch.float64 if queries.dtype == torch.float64 else torch.float32
-    found = torch.stack([(queries.to(wide) * x.to(wide)).sum(1) for x in documents], dim=1)
-    found = (found + strength * found.detach()).to(queries.dtype)
-    return torch.nn.functional.pad(found, (0, -len(documents) % 8))
+    """(b, a multiple of 8) similarities of queries and their own documents, plus hardness, padded with zeros."""
+    dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
+    similarities = torch.stack([(queries.to(dtype) * x.to(dtype)).sum(1) for x in documents], dim=1)
+    similarities = (similarities + strength * similarities.detach()).to(queries.dtype)
+    return torch.nn.functional.pad(similarities, (0, -len(documents) % 8))
 
 
 def _beside(rows: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> Tensor:
-    """Features whose dimensions are those of the rows, 0 where there is no part."""
+    """The parts side by side, in the dimensions of the rows; a missing part is 0."""
     n = len(next(iter(parts.values())))
-    wide = [parts[name] if name in parts else x.new_zeros(n, x.shape[1]) for name, x in rows.items()]
-    return wide[0] if len(wide) == 1 else torch.cat(wide, dim=1)
+    blocks = [parts[name] if name in parts else x.new_zeros(n, x.shape[1]) for name, x in rows.items()]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
