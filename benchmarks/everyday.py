@@ -36,7 +36,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
 from harness import Call, Ranks, ceiling, facts, paired, write  # noqa: E402
-from peers.timed import OPEN_CLIP, PLAINS, TIMED, Loss, compiled, loaded  # noqa: E402
+from peers.timed import OPEN_CLIP, PLAINS, TIMED, Loss, compiled, load_loss  # noqa: E402
 
 import contrastile  # noqa: E402
 from contrastile.bench.agreement import check  # noqa: E402
@@ -52,7 +52,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One call to time: a loss of ``PLAINS``; b rows of each view are of each rank, or where not ``each`` of all."""
+    """One call to time: a loss of ``PLAINS``. Each view has b rows per rank, or b rows in all unless ``each``."""
 
     loss: str
     dtype: str
@@ -70,11 +70,11 @@ class Case:
         return f"{self.loss} {self.dtype} b={self.b} d={self.d}{more}"
 
     def rows(self, n: int) -> int:
-        """Rows of one of n ranks."""
+        """The rows of one of n ranks."""
         return self.b if self.each else self.b // n
 
     def flops(self, n: int) -> float:
-        """Of each rank, for the products of clip_loss: one forward, three backward (X again, dQ, dK)."""
+        """Operations of each rank in the products of clip_loss: one forward, three backward (X again, dQ, dK)."""
         return 8.0 * self.rows(n) ** 2 * n * self.d
 
 
@@ -114,53 +114,53 @@ def cases(part: str, kind: str, size: int) -> tuple[Case, ...]:
         if size > 1:
             return OF_RANKS if kind == "cuda" else OF_CPUS[:1]
         return EVERYDAY if kind == "cuda" else OF_CPUS
-    found = BESIDE_PEERS if part == "peers" else SCALING
-    return found if kind == "cuda" else tuple(replace(case, dtype="float32") for case in found)
+    part_cases = BESIDE_PEERS if part == "peers" else SCALING
+    return part_cases if kind == "cuda" else tuple(replace(case, dtype="float32") for case in part_cases)
 
 
-def smoke(found: tuple[Case, ...]) -> tuple[Case, ...]:
-    """The same cases with a few rows, none twice."""
-    return tuple({(small := replace(case, b=case.b // 1024 + 32, d=24)).label: small for case in found}.values())
+def smoke(part_cases: tuple[Case, ...]) -> tuple[Case, ...]:
+    """The same cases with a few rows, without duplicates."""
+    return tuple({(small := replace(case, b=case.b // 1024 + 32, d=24)).label: small for case in part_cases}.values())
 
 
 Job = tuple[str, str, int, Callable[[], Call] | None, str]
-"""Name, exchange and number of ranks of one implementation; what makes its call, or None and the reason."""
+"""Name, exchange and number of ranks of one implementation; a function that makes its call, or None and the reason."""
 
 
-def ours(case: Case, backend: str, **how: Any) -> Loss:
-    """A case's loss by the front door."""
+def package_loss(case: Case, backend: str, **settings: Any) -> Loss:
+    """A case's loss as a public function of the package."""
     bias = {"bias": -10.0} if case.loss == "sigmoid_loss" else {}
-    return partial(getattr(contrastile, case.loss.split()[0]), backend=backend, **bias, **case.settings, **how)
+    return partial(getattr(contrastile, case.loss.split()[0]), backend=backend, **bias, **case.settings, **settings)
 
 
 def jobs(part: str, case: Case, ranks: Ranks, backends: list[str]) -> Iterator[Job]:
     """Every implementation of a case."""
     size = ranks.size
     everyday, steps = part == "everyday", part == "steps"
-    numbers = list(ranks.groups) if steps else [size]
+    rank_counts = list(ranks.groups) if steps else [size]
     for name in backends:
-        for n in numbers:
-            ways = ["local"] if n == 1 else ["auto"] if everyday else ["auto", "ring", "gather"]
+        for n in rank_counts:
+            exchanges = ["local"] if n == 1 else ["auto"] if everyday else ["auto", "ring", "gather"]
             if steps and n not in (1, size):
-                ways.remove("auto")
-            for way in ways:
-                how = {} if n == 1 else {"group": ranks.groups[n], "exchange": way}
-                make = partial(called, case, ours(case, name, **how), ranks, n)
-                yield name if everyday else f"contrastile {name}", way, n, make, ""
+                exchanges.remove("auto")
+            for exchange in exchanges:
+                settings = {} if n == 1 else {"group": ranks.groups[n], "exchange": exchange}
+                make = partial(make_call, case, package_loss(case, name, **settings), ranks, n)
+                yield name if everyday else f"contrastile {name}", exchange, n, make, ""
     if everyday and size == 1:
         torch._dynamo.reset()
         for name, loss in (("plain", PLAINS[case.loss]), ("compiled", compiled(PLAINS[case.loss]))):
-            yield name, "local", 1, partial(called, case, loss, ranks, 1), ""
+            yield name, "local", 1, partial(make_call, case, loss, ranks, 1), ""
     for name, (places, _) in TIMED.items():
-        here = part == "peers" and (size == 1 or "ranks" in places)
-        if here or (everyday and size > 1 and name.startswith(OPEN_CLIP)):
-            loss, reason = loaded(name, several=size > 1, kind=ranks.kind)
-            make = None if loss is None else partial(called, case, loss, ranks, size)
+        is_peer = part == "peers" and (size == 1 or "ranks" in places)
+        if is_peer or (everyday and size > 1 and name.startswith(OPEN_CLIP)):
+            loss, reason = load_loss(name, several=size > 1, kind=ranks.kind)
+            make = None if loss is None else partial(make_call, case, loss, ranks, size)
             yield name, "" if size > 1 else "local", size, make, reason
 
 
 def inputs(case: Case, ranks: Ranks, n: int) -> tuple[list[Any], dict[str, Any]]:
-    """What a case's loss takes, features and scale being leaves, and further arguments."""
+    """The positional arguments of a case's loss, whose features and scale are leaves, and its keyword arguments."""
     generator, b = torch.Generator(ranks.device).manual_seed(ranks.rank), case.rows(n)
 
     def unit() -> Any:
@@ -178,13 +178,13 @@ def inputs(case: Case, ranks: Ranks, n: int) -> tuple[list[Any], dict[str, Any]]
     return [leaf(first), leaf(second), scale], {"ids": labels} if case.loss == "clip_loss ids" else {}
 
 
-def called(case: Case, loss: Loss, ranks: Ranks, n: int) -> Call:
-    """What is timed."""
-    given, more = inputs(case, ranks, n)
-    leaves = [x for x in given if x.requires_grad]
+def make_call(case: Case, loss: Loss, ranks: Ranks, n: int) -> Call:
+    """The call to time: forward and backward."""
+    arguments, keywords = inputs(case, ranks, n)
+    leaves = [x for x in arguments if x.requires_grad]
 
     def step() -> Any:
-        value = loss(*given, **more)
+        value = loss(*arguments, **keywords)
         return value.detach(), torch.autograd.grad(value, leaves)
 
     return step
@@ -193,101 +193,101 @@ def called(case: Case, loss: Loss, ranks: Ranks, n: int) -> Call:
 class Run:
     """One machine's measurements; ``data`` is the record."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given, self.started, self.ranks = given, time.monotonic(), Ranks.join(given.device)
-        alone = given.part == ["everyday"]
-        slot = given.slot or (0.06 if alone else 0.3)
-        self.slot, self.ceiling = slot, (lambda: math.nan) if alone else ceiling(self.ranks, slot)
-        environment = facts(self.ranks, given.commit)
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.started, self.ranks = args, time.monotonic(), Ranks.join(args.device)
+        is_everyday = args.part == ["everyday"]
+        slot = args.slot or (0.06 if is_everyday else 0.3)
+        self.slot, self.ceiling = slot, (lambda: math.nan) if is_everyday else ceiling(self.ranks, slot)
+        environment = facts(self.ranks, args.commit)
         self.data: dict[str, Any] = {"environment": environment, "settings": {"slot": slot}, "verify": [], "times": []}
-        if given.out and given.out.exists():
-            old = json.loads(given.out.read_text(encoding="utf-8"))
+        if args.out and args.out.exists():
+            old = json.loads(args.out.read_text(encoding="utf-8"))
             if environment["commit"] and all(old["environment"].get(name) == environment.get(name) for name in SAME):
                 self.data["times"] = old["times"]
 
     def verify(self) -> bool:
-        """Hold our own backends to the oracle; those that fail are not timed."""
-        dtype, sound = "bfloat16" if self.ranks.kind == "cuda" else "float32", True
-        for name in [name for name in self.given.backends if name != "auto"]:
+        """Compare our own backends with the oracle; one that fails is not timed."""
+        dtype, all_agree = "bfloat16" if self.ranks.kind == "cuda" else "float32", True
+        for name in [name for name in self.args.backends if name != "auto"]:
             row: Row = {"name": f"contrastile {name}", "dtype": dtype}
             try:
-                found = check(implementation(name), dtype, self.ranks.kind, 100.0)
-                row |= {"verdict": "pass" if found.agrees else "fail", "worst": found.ratio, "reason": found.reason}
-            except Exception as error:  # other people's backends may raise anything
+                report = check(implementation(name), dtype, self.ranks.kind, 100.0)
+                row |= {"verdict": "pass" if report.agrees else "fail", "worst": report.ratio, "reason": report.reason}
+            except Exception as error:  # a backend of another package may raise anything
                 row |= {"verdict": "fail", "worst": None, "reason": one_line(error)[:200]}
             self.data["verify"].append(row)
             if self.ranks.failed("" if row["verdict"] == "pass" else row["reason"]):
-                self.given.backends.remove(name)
+                self.args.backends.remove(name)
                 self.ranks.say(f"{name} is not timed: {row['reason']}")
-                sound = False
-        return sound
+                all_agree = False
+        return all_agree
 
-    def all(self) -> int:
-        """Every part; 1 where a backend of ours failed."""
-        sound = self.verify()
-        for part in self.given.part:
-            found = cases(part, self.ranks.kind, self.ranks.size)
-            for case in smoke(found) if self.given.smoke else found:
-                late = self.ranks.share(time.monotonic() - self.started)[0] > self.given.seconds
-                if self.given.only not in case.label or late:
+    def measure_parts(self) -> int:
+        """Measure every part; 1 if one of our backends failed."""
+        all_agree = self.verify()
+        for part in self.args.part:
+            part_cases = cases(part, self.ranks.kind, self.ranks.size)
+            for case in smoke(part_cases) if self.args.smoke else part_cases:
+                is_late = self.ranks.share(time.monotonic() - self.started)[0] > self.args.seconds
+                if self.args.only not in case.label or is_late:
                     continue
                 try:
-                    self.keep(self.measured(part, case))
+                    self.record_rows(self.measure_case(part, case))
                 except torch.OutOfMemoryError as error:
                     self.ranks.say(f"{case.label}: {one_line(error)[:200]}")
         self.ranks.leave()
-        return 0 if sound else 1
+        return 0 if all_agree else 1
 
-    def measured(self, part: str, case: Case) -> list[Row]:
-        """A row of each implementation."""
+    def measure_case(self, part: str, case: Case) -> list[Row]:
+        """Measure a case: a row of each implementation."""
         gc.collect()
         if self.ranks.kind == "cuda":
             torch.cuda.empty_cache()
-        found, calls = list[Row](), dict[str, Call]()
-        for name, exchange, n, make, reason in jobs(part, case, self.ranks, self.given.backends):
-            if name in self.given.without:
+        rows, calls = list[Row](), dict[str, Call]()
+        for name, exchange, n, make, reason in jobs(part, case, self.ranks, self.args.backends):
+            if name in self.args.without:
                 continue
-            rows = case.rows(n)
+            row_count = case.rows(n)
             row: Row = {"part": part, "row": case.label, "name": name, "exchange": exchange, "n": n}
-            row |= {"loss": case.loss, "dtype": case.dtype, "rows": rows, "d": case.d, **case.settings}
+            row |= {"loss": case.loss, "dtype": case.dtype, "rows": row_count, "d": case.d, **case.settings}
             row |= {"scale": case.scale, "what": "both", "graph": False, "each": case.each}
-            row["b"] = rows if part == "everyday" else rows * n
-            found.append(row)
+            row["b"] = row_count if part == "everyday" else row_count * n
+            rows.append(row)
             call = None
             try:
                 call = make and make()
-            except Exception as error:  # a peer that does not take the size, or cannot be imported
+            except Exception as error:  # a peer may refuse the size, or fail to import
                 reason = one_line(error)[:200]
             reason = self.ranks.failed(reason)
             if call is None or reason:
                 row |= {"status": "skip", "reason": reason}
             else:
                 calls[f"{name} {exchange} on {n}"] = call
-        given = self.given
-        samples = paired(self.ranks, calls, self.ceiling, self.slot, given.rounds, given.patience)
-        for row in found:
+        args = self.args
+        samples = paired(self.ranks, calls, self.ceiling, self.slot, args.rounds, args.patience)
+        for row in rows:
             label = f"{row['name']} {row['exchange']} on {row['n']}"
             row |= samples.get(label, {})
-            tops = row.pop("ceiling_tflops", [])
-            if part != "everyday" and tops:
+            limits = row.pop("ceiling_tflops", [])
+            if part != "everyday" and limits:
                 rates = [case.flops(row["n"]) / t * 1e-9 for t in row["milliseconds"]]
-                row |= {"ceiling_tflops": tops, "fraction": [x / top for x, top in zip(rates, tops, strict=True)]}
+                row |= {"ceiling_tflops": limits, "fraction": [x / y for x, y in zip(rates, limits, strict=True)]}
                 row["peak_bytes"] = int(max(self.ranks.share(peak_extra(calls[label], "torch", self.ranks.kind))))
-        return found
+        return rows
 
-    def keep(self, rows: list[Row]) -> None:
-        """Print rows, put them in place of those of the same key, and write the file; a skip replaces nothing."""
-        words = (
+    def record_rows(self, rows: list[Row]) -> None:
+        """Print rows, let them replace recorded rows of the same key, and write the file; a skip replaces nothing."""
+        timings = (
             f"{x['name']} {x['exchange']} {statistics.median(x['milliseconds']):.3f}" for x in rows if "calls" in x
         )
-        self.ranks.say(f"{rows[0]['row']}: {', '.join(words)}" if rows else "no implementation")
+        self.ranks.say(f"{rows[0]['row']}: {', '.join(timings)}" if rows else "no implementation")
         for row in rows:
             if row["status"] == "skip":
                 self.ranks.say(f"  {row['name']}: {row['reason']}")
-            old = [x for x in self.data["times"] if all(x.get(name) == row[name] for name in KEY)]
-            if row["status"] == "measured" or not old:
-                self.data["times"] = [*(x for x in self.data["times"] if x not in old), row]
-        write(self.given.out if self.ranks.rank == 0 else None, self.data)
+            replaced = [x for x in self.data["times"] if all(x.get(name) == row[name] for name in KEY)]
+            if row["status"] == "measured" or not replaced:
+                self.data["times"] = [*(x for x in self.data["times"] if x not in replaced), row]
+        write(self.args.out if self.ranks.rank == 0 else None, self.data)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -306,11 +306,11 @@ def main(arguments: list[str] | None = None) -> int:
     add("--smoke", action="store_true", help="a few rows of features: it runs, and its numbers mean nothing")
     add("--commit", help="what is measured, where there is no checkout")
     add("--out", type=Path, help="the JSON that it writes")
-    given = parser.parse_args(arguments)
-    if given.device == "cuda" and not torch.cuda.is_available():
+    args = parser.parse_args(arguments)
+    if args.device == "cuda" and not torch.cuda.is_available():
         print("benchmarks/everyday.py: torch sees no GPU; --device cpu runs without", file=sys.stderr)
         return 2
-    return Run(given).all()
+    return Run(args).measure_parts()
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ class Ranks:
     """This rank among the others; a world of one needs no process group.
 
     Attributes:
-        device: this rank's own.
-        groups: by size, the group of consecutive ranks that this rank is in; None for a process alone. All groups of
-            one size work at the same time, so that every GPU is busy.
+        device: this rank's device.
+        groups: for each size, the group of consecutive ranks that this rank is in; None for size 1. All groups of one
+            size work at the same time, so every GPU is busy.
         control: a gloo group of all ranks, or None in a world of one.
     """
 
@@ -48,19 +48,19 @@ class Ranks:
 
     @staticmethod
     def join(kind: str) -> Ranks:
-        """Take this process's place, on device kind "cuda" or "cpu"."""
+        """Join the process group, if there is one, on device kind "cuda" or "cpu"."""
         if "RANK" not in os.environ:
             return Ranks(torch.device(kind, 0) if kind == "cuda" else torch.device(kind), {1: None})
         device = torch.device(kind)
         if kind == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
-        # not bound to a device: groups of some ranks would then be split from this one, which takes all of them
+        # no device_id, because a group of some ranks would then be split from this one, a collective of all ranks
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=PATIENCE)
         ranks = Ranks(device, {1: None}, dist.new_group(backend="gloo", timeout=PATIENCE))
         for n in (n for n in range(2, ranks.size + 1) if (ranks.size % n == 0 and n & (n - 1) == 0) or n == ranks.size):
-            whole = n == ranks.size
-            ranks.groups[n] = dist.group.WORLD if whole else dist.new_subgroups(n, timeout=PATIENCE)[0]
+            is_world = n == ranks.size
+            ranks.groups[n] = dist.group.WORLD if is_world else dist.new_subgroups(n, timeout=PATIENCE)[0]
         return ranks
 
     @property
@@ -75,19 +75,19 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return 1 if self.control is None else dist.get_world_size()
 
     def share(self, value: Any) -> list[Any]:
-        """Everybody's value, by rank."""
+        """The values of all ranks, in their order."""
         if self.control is None:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.control)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
 
     def failed(self, reason: str) -> str:
-        """The first reason that any rank has, or ""."""
+        """The first reason that a rank gives, or ""."""
         return next((x if self.size == 1 else f"rank {r}: {x}" for r, x in enumerate(self.share(reason)) if x), "")
 
     def together(self) -> None:
@@ -97,7 +97,7 @@ class Ranks:
         if self.control is not None:
             dist.barrier(group=self.control)
             if self.kind == "cuda":
-                # what is queued next starts together on all GPUs
+                # a collective, after which all GPUs start together
                 dist.all_reduce(torch.zeros(1, device=self.device))
 
     def say(self, text: str) -> None:
@@ -106,7 +106,7 @@ class Ranks:
             print(text, flush=True)
 
     def leave(self) -> None:
-        """End; a rank that leaves early would take the others' messages with it."""
+        """Leave the process group together with all ranks, because other ranks may still need this one."""
         if self.control is not None:
             dist.barrier(group=self.control)
             sys.stdout.flush()
@@ -124,9 +124,9 @@ def elapsed(ranks: Ranks, call: Call, count: int) -> float:
 
 
 def ceiling(ranks: Ranks, slot: float) -> Callable[[], float]:
-    """The yardstick: a square product by the vendor's library on all ranks at once, 8192^3 bfloat16 on a GPU.
+    """A function that times a square product of the vendor's library on all ranks at once, 8192^3 bfloat16 on a GPU.
 
-    Each reading takes about a slot, and is the mean of the ranks' TFLOP/s.
+    Each call takes about a slot, and returns the mean of the ranks' TFLOP/s.
     """
     side, dtype = SIDE[ranks.kind], "bfloat16" if ranks.kind == "cuda" else "float32"
     product = matmul(side, dtype, str(ranks.device))
@@ -149,43 +149,43 @@ def paired(
     Args:
         ranks: all of them make the same calls.
         calls: by name.
-        yardstick: the ceiling's rate; NaN where calls are compared with one another alone.
-        slot: seconds of a sample; of one call where that takes longer.
-        rounds: samples of each.
+        yardstick: returns the ceiling's rate; NaN if calls are compared with one another alone.
+        slot: seconds of a sample, unless a single call takes longer.
+        rounds: samples of each call.
         patience: seconds that a call may take.
 
     Returns:
-        What a record has of each: its status; the reason of a skip; else the calls of a sample, the seconds of the
-        first call, with all that it compiles, the milliseconds of a call on the slowest rank in each sample, and the
-        ceiling's TFLOP/s just before and after it.
+        The record of each call: its status; the reason of a skip; else the calls of a sample, the seconds of the first
+        call, which compiles, the milliseconds of a call on the slowest rank in each sample, and the ceiling's TFLOP/s
+        around it.
     """
-    found = dict[str, dict[str, Any]]()
+    rows = dict[str, dict[str, Any]]()
     for name, call in calls.items():
-        reason, first = "", 0.0
+        reason, first_seconds = "", 0.0
         try:
-            first = seconds(call, ranks.kind)
+            first_seconds = seconds(call, ranks.kind)
         except Exception as error:  # other people's code may raise anything; memory runs out on all ranks alike
             reason = one_line(error)[:200]
             if ranks.kind == "cuda":
                 torch.cuda.empty_cache()
         reason = ranks.failed(reason)
-        one = math.inf if reason else elapsed(ranks, call, 1)
-        if not reason and one > patience:
-            reason = f"one call takes {one:.3g} s, over the {patience:g} s that it may take"
-        if one < slot:
-            # an eager call is replayed from a graph after a few
-            one = min(elapsed(ranks, call, 2) / 2 for _ in range(2))
-        found[name] = {"status": "skip", "reason": reason}
+        call_seconds = math.inf if reason else elapsed(ranks, call, 1)
+        if not reason and call_seconds > patience:
+            reason = f"one call takes {call_seconds:.3g} s, over the {patience:g} s that it may take"
+        if call_seconds < slot:
+            # time it again, because a call may be replayed from a graph after a few eager calls
+            call_seconds = min(elapsed(ranks, call, 2) / 2 for _ in range(2))
+        rows[name] = {"status": "skip", "reason": reason}
         if not reason:
-            count = max(1, math.ceil(slot / max(one, 1e-6)))
-            found[name] = {"status": "measured", "calls": count, "first_seconds": first}
-            found[name] |= {"milliseconds": [], "ceiling_tflops": []}
-    timed = {name: partial(elapsed, ranks, calls[name], row["calls"]) for name, row in found.items() if "calls" in row}
+            count = max(1, math.ceil(slot / max(call_seconds, 1e-6)))
+            rows[name] = {"status": "measured", "calls": count, "first_seconds": first_seconds}
+            rows[name] |= {"milliseconds": [], "ceiling_tflops": []}
+    timed = {name: partial(elapsed, ranks, calls[name], row["calls"]) for name, row in rows.items() if "calls" in row}
     for samples in in_turns(timed, yardstick, rounds) if timed else ():
-        for name, taken, rate in samples:
-            found[name]["milliseconds"].append(1e3 * taken / found[name]["calls"])
-            found[name]["ceiling_tflops"].append(rate)
-    return found
+        for name, sample_seconds, rate in samples:
+            rows[name]["milliseconds"].append(1e3 * sample_seconds / rows[name]["calls"])
+            rows[name]["ceiling_tflops"].append(rate)
+    return rows
 
 
 PACKAGES = ("triton", "cupy-cuda13x", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels", "open-clip-torch")
@@ -193,13 +193,13 @@ PACKAGES += ("transformers", "sentence-transformers", "gradcache")
 
 
 def facts(ranks: Ranks, commit: str | None) -> dict[str, Any]:
-    """What the numbers were measured on: machine, versions, and the commit (as given where there is no checkout)."""
-    found = measurement_environment(ranks.kind)
-    found |= {name: installed_version(name) for name in PACKAGES}
-    found |= {"commit": commit or found["commit"], "ranks": ranks.size}
+    """The environment of the measurement: machine, versions, and the commit (as given if there is no checkout)."""
+    environment = measurement_environment(ranks.kind)
+    environment |= {name: installed_version(name) for name in PACKAGES}
+    environment |= {"commit": commit or environment["commit"], "ranks": ranks.size}
     if ranks.kind == "cuda":
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        environment["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return environment
 
 
 def write(path: Path | None, data: dict[str, Any]) -> None:

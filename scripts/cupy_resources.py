@@ -31,29 +31,29 @@ from contrastile.backends.cupy.instances import CAPABILITIES, every
 
 
 def resources(instance: Instance, capability: int, *, cached: bool = False) -> dict[str, Any]:
-    """One instance, compiled for GPUs of a compute capability (times 10); with ``cached``, kept on disk too.
+    """Compile one instance for GPUs of a compute capability (times 10); with ``cached``, keep it on disk too.
 
-    Registers are of a thread, ``spilled`` the bytes that it stores or loads because they ran out, ``stack`` its local
-    memory, ``shared`` the bytes of a block, dynamic ones too. ``threads`` of a block and the blocks that are to be
-    ``resident`` on a multiprocessor are the tile kernels', 0 for others.
+    ``registers``, ``spilled`` bytes and the local memory, ``stack``, are of a thread; ``shared`` has the bytes of a
+    block, static and dynamic. For tile kernels ``threads`` is the size of a block and ``resident`` the blocks that a
+    multiprocessor should hold; both are 0 for others.
     """
     compiled = compile_instance(instance, architecture_name(capability))
     if cached:
         keep(instance, architecture_name(capability), compiled)
-    # a file may hold other kernels that are no templates
+    # the log has a part for every kernel of the file, also for those that are no templates
     parts = compiled.log.split("Compiling entry function ")
-    said = next((part for part in parts if part.startswith(f"'{compiled.kernel}'")), "")
-    stack, registers = re.search(r"(\d+) bytes stack frame", said), re.search(r"Used (\d+) registers", said)
+    kernel_log = next((part for part in parts if part.startswith(f"'{compiled.kernel}'")), "")
+    stack, registers = re.search(r"(\d+) bytes stack frame", kernel_log), re.search(r"Used (\d+) registers", kernel_log)
     if stack is None or registers is None:
         raise RuntimeError(f"the compiler's log has no figures for {instance.kernel}: {compiled.log!r}")
-    static = re.search(r"(\d+) bytes smem", said)
+    static = re.search(r"(\d+) bytes smem", kernel_log)
     name = instance.kernel.partition("<")[0]
     family = next((x for x in (HOPPER, kernel_family("float32", capability)) if name.endswith(x.name)), None)
     return {
         "kernel": instance.kernel,
         "architecture": architecture_name(capability),
         "registers": int(registers[1]),
-        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", kernel_log))),
         "stack": int(stack[1]),
         "shared": (0 if family is None else family.shared) + (0 if static is None else int(static[1])),
         "threads": 0 if family is None else family.threads,
@@ -87,17 +87,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--match", default="", metavar="TEXT", help="only kernels with this in their name")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time (%(default)s)")
     parser.add_argument("--keep", action="store_true", help="put the cubins into the cache on disk")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
-    for capability in given.capability:
-        wanted = [x for x in every(capability) if given.match in x.kernel]
-        for row in table(wanted, capability, given.jobs, cached=given.keep):
+    for capability in args.capability:
+        instances = [x for x in every(capability) if args.match in x.kernel]
+        for row in table(instances, capability, args.jobs, cached=args.keep):
             print(row, flush=True)
             rows.append(row)
-    if given.file is not None:
-        how = {"nvrtc": "{}.{}".format(*nvrtc_version()), "sources": sources()}
-        found = {**how, "kernels": sorted(rows, key=lambda row: (row["kernel"], row["architecture"]))}
-        given.file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if args.file is not None:
+        versions = {"nvrtc": "{}.{}".format(*nvrtc_version()), "sources": sources()}
+        report = {**versions, "kernels": sorted(rows, key=lambda row: (row["kernel"], row["architecture"]))}
+        args.file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

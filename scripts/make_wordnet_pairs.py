@@ -55,17 +55,17 @@ def order(*key: object) -> bytes:
 
 
 def choose(folder: Path) -> list[tuple[Synset, int]]:
-    """The pairs, as (synset, example number): the first that fill SYNSETS, none of which repeats another's text."""
-    wanted, seen, pairs = dict(SYNSETS), set[str](), list[tuple[Synset, int]]()
-    for synset in sorted(read_synsets(folder), key=lambda each: order(*each[:2])):
+    """The pairs, as (synset, example number): the first synsets that fill SYNSETS and repeat no text."""
+    remaining, used_texts, pairs = dict(SYNSETS), set[str](), list[tuple[Synset, int]]()
+    for synset in sorted(read_synsets(folder), key=lambda synset: order(*synset[:2])):
         _, _, gloss, examples = synset
         count, texts = len(examples), {gloss, *examples.values()}
-        if wanted.get(count) and len(texts) > count and not texts & seen:
-            wanted[count] -= 1
-            seen |= texts
+        if remaining.get(count) and len(texts) > count and not texts & used_texts:
+            remaining[count] -= 1
+            used_texts |= texts
             pairs += [(synset, number) for number in examples]
-    if any(wanted.values()):
-        raise ValueError(f"the dictionary must fill {SYNSETS}, still wanting {wanted}: is it WordNet 3.0?")
+    if any(remaining.values()):
+        raise ValueError(f"the dictionary must fill {SYNSETS}, still wanting {remaining}: is it WordNet 3.0?")
     return sorted(pairs, key=lambda pair: order(*pair[0][:2], pair[1]))
 
 
@@ -78,32 +78,32 @@ def model_folder() -> Path:
 
 
 @torch.no_grad()
-def encoded(texts: list[str]) -> np.ndarray:
+def encode(texts: list[str]) -> np.ndarray:
     """The mean over the tokens of the encoder's last layer in float64, of unit length, in float16: (texts, 384)."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder())
     model = AutoModel.from_pretrained(model_folder(), add_pooling_layer=False, dtype=torch.float64).eval()
-    found = []
+    features = []
     for start in range(0, len(texts), BATCH):
         tokens = tokenizer(texts[start : start + BATCH], padding=True, return_tensors="pt")
-        here = tokens["attention_mask"][:, :, None]
-        found.append(torch.nn.functional.normalize((model(**tokens).last_hidden_state * here).sum(dim=1), dim=1))
-    return torch.cat(found).numpy().astype("<f2")
+        mask = tokens["attention_mask"][:, :, None]
+        features.append(torch.nn.functional.normalize((model(**tokens).last_hidden_state * mask).sum(dim=1), dim=1))
+    return torch.cat(features).numpy().astype("<f2")
 
 
 def main() -> None:
     """Write the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--wordnet", type=Path, default=Path("/usr/share/wordnet"), help="dictionary folder")
-    given = parser.parse_args()
-    if not given.wordnet.is_dir():
-        raise SystemExit(f"no dictionary in {given.wordnet}: apt-get install wordnet-base, or --wordnet FOLDER")
-    pairs = choose(given.wordnet)
+    args = parser.parse_args()
+    if not args.wordnet.is_dir():
+        raise SystemExit(f"no dictionary in {args.wordnet}: apt-get install wordnet-base, or --wordnet FOLDER")
+    pairs = choose(args.wordnet)
     # a shared gloss is encoded once, so that its rows are equal bits
     numbers: dict[str, int] = {}
     gloss_ids = np.array([numbers.setdefault(gloss, len(numbers)) for (_, _, gloss, _), _ in pairs], dtype="<i8")
     arrays = {
-        "examples": encoded([examples[number] for (_, _, _, examples), number in pairs]),
-        "glosses": encoded(list(numbers))[gloss_ids],
+        "examples": encode([examples[number] for (_, _, _, examples), number in pairs]),
+        "glosses": encode(list(numbers))[gloss_ids],
         "gloss_ids": gloss_ids,
         "synset_offsets": np.array([offset for (_, offset, _, _), _ in pairs], dtype="<i8"),
         "parts_of_speech": np.array([ord(part) for (part, _, _, _), _ in pairs], dtype="u1"),
@@ -115,7 +115,7 @@ def main() -> None:
             member = io.BytesIO()
             np.lib.format.write_array(member, array, version=(1, 0), allow_pickle=False)
             entry = zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))
-            entry.create_system = 3  # the host's own number would otherwise be written
+            entry.create_system = 3  # a constant, because the default is the host's system
             out.writestr(entry, member.getvalue())
     print(f"SHA-256 {hashlib.sha256(OUTPUT.read_bytes()).hexdigest()}")
 

@@ -54,14 +54,14 @@ VARIANTS = (("float16", "ieee"), ("bfloat16", "ieee"), ("float32", "tf32"), ("fl
 
 @contextmanager
 def compiling(architecture: int) -> Iterator[list[tuple[str, dict[str, Any], Any]]]:
-    """While this is open, a launch compiles its kernel instead; gives (name, arguments, compiled kernel) of each."""
-    found: list[tuple[str, dict[str, Any], Any]] = []
+    """A context in which a launch compiles its kernel instead; yields (name, arguments, compiled kernel) of each."""
+    kernels: list[tuple[str, dict[str, Any], Any]] = []
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         marks = dict(zip(self.arg_names, args, strict=False)).get("marks")
-        found.append((self.__name__, kwargs if marks is None else kwargs | {"MARKS": True}, kernel))
+        kernels.append((self.__name__, kwargs if marks is None else kwargs | {"MARKS": True}, kernel))
         return kernel
 
     for kernel in (getattr(x, "function", x) for module in MODULES for x in vars(module).values()):
@@ -77,48 +77,51 @@ def compiling(architecture: int) -> Iterator[list[tuple[str, dict[str, Any], Any
         mock.patch.object(launch, "_multiprocessors", return_value=1),
         mock.patch.object(forward_pass, "MANY", 0),
     ):
-        yield found
+        yield kernels
 
 
 def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
     """Call the primitives so that every variant of every kernel is launched once, on small CPU tensors.
 
-    With ``plain``, only what a symmetric loss of aligned shape needs.
+    With ``plain``, launch only the kernels that a symmetric loss of aligned shape needs.
     """
     options = Options(precision=precision)
     kind = getattr(torch, dtype)
     index = torch.arange(300)
-    every = [
+    variants = [
         Pairs(positives=index),
         Pairs(positives=index, row_ids=index, column_ids=index),
         Pairs(excluded=index, row_ids=index, column_ids=index, match="target"),
         Pairs(positives=index, row_limits=torch.ones(300), column_limits=torch.ones(300)),
     ]
-    of_guide = torch.ones(300, 384, dtype=kind)
-    every += [replace(every[-1], row_guide=of_guide, column_guide=of_guide), replace(every[2], rising=True)]
+    guides = torch.ones(300, 384, dtype=kind)
+    variants += [replace(variants[-1], row_guide=guides, column_guide=guides), replace(variants[2], rising=True)]
     vector, scalar = torch.ones(300), torch.tensor(1.0)
     arrays = TritonArrays()
     wide = vector.double()
     side = wide, wide, wide, vector, vector
     for length in (1, 9):
-        # one program, and several
+        # the shorter length takes one program, the longer several
         arrays.loss("float32", *[[x.repeat(length) for x in side]] * 2)
-    problems = [(every[0], 256, True)]
+    problems = [(variants[0], 256, True)]
     if not plain:
-        problems += [(pairs, 300, True) for pairs in every] + [(every[0], 256, False)]
+        problems += [(pairs, 300, True) for pairs in variants] + [(variants[0], 256, False)]
     for pairs, size, two_sided in problems:
         features, out = torch.ones(size, 512, dtype=kind), torch.ones(size, 512)
         x = vector[:size]
-        given = {each.name: getattr(pairs, each.name) for each in fields(pairs)}
-        cut = {name: y[:size] for name, y in given.items() if isinstance(y, torch.Tensor)}
-        block = Block(features, features, scalar, scalar, replace(pairs, **cut))
+        pair_fields = {field.name: getattr(pairs, field.name) for field in fields(pairs)}
+        sliced = {name: y[:size] for name, y in pair_fields.items() if isinstance(y, torch.Tensor)}
+        block = Block(features, features, scalar, scalar, replace(pairs, **sliced))
         lse(block, two_sided, options)
         side = SideWeights(wide[:size], wide[:size], x, x)
         weights = Weights(side, side if two_sided else None)
         if kind.itemsize == 2 and two_sided and not plain and block.pairs.match == "drop" and not block.pairs.limited:
             search.ranks(block)
-            for few in (replace(block, pairs=Pairs()), replace(block, pairs=replace(block.pairs, row_limits=x))):
-                search.nearest(few, 1, index[:size])
+            for search_block in (
+                replace(block, pairs=Pairs()),
+                replace(block, pairs=replace(block.pairs, row_limits=x)),
+            ):
+                search.nearest(search_block, 1, index[:size])
         with mock.patch.object(products, "_has_out_dtype", return_value=False):
             gradients(block, weights, out, out, options)
             finished(block, weights, None, "gradient", options)
@@ -127,15 +130,15 @@ def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
 
 
 def resources(architecture: int, dtype: str, plain: bool = False, precision: str = "ieee") -> list[dict[str, Any]]:
-    """Every kernel that features of this dtype need, compiled for the architecture; the rest as in ``run_all``.
+    """Compile every kernel that features of this dtype need for the architecture; see ``run_all`` for the rest.
 
-    A variant is the features' dtype and the compile-time arguments that are flags. Registers and spilled bytes are of a
-    thread, shared ones of a program.
+    A variant is the features' dtype and the compile-time flags. Registers and spilled bytes are of a thread, shared
+    bytes of a program.
     """
-    with compiling(architecture) as found:
+    with compiling(architecture) as kernels:
         run_all(dtype, plain, precision)
     table = {}
-    for name, arguments, kernel in found:
+    for name, arguments, kernel in kernels:
         flags = "".join(
             f" {key}={value}"
             for key, value in arguments.items()
@@ -146,8 +149,8 @@ def resources(architecture: int, dtype: str, plain: bool = False, precision: str
         if (name, variant, warps) not in table:
             registers, local = _usage(kernel.asm["cubin"])
             row = {"kernel": name, "variant": variant, "architecture": architecture, "registers": registers}
-            more = {"shared": kernel.metadata.shared, "warps": warps}
-            table[name, variant, warps] = row | {"spilled": local} | more
+            sizes = {"shared": kernel.metadata.shared, "warps": warps}
+            table[name, variant, warps] = row | {"spilled": local} | sizes
     return [table[key] for key in sorted(table)]
 
 
@@ -168,7 +171,7 @@ def main() -> None:
     """Write the table as JSON to the file named on the command line; ``--plain`` for bfloat16 and run_all's plain."""
     plain = "--plain" in sys.argv
     variants = [("bfloat16", "ieee")] if plain else VARIANTS
-    jobs = [(each, dtype, plain, precision) for each in ARCHITECTURES for dtype, precision in variants]
+    jobs = [(architecture, dtype, plain, precision) for architecture in ARCHITECTURES for dtype, precision in variants]
     table = [row for job in jobs for row in resources(*job)]
     Path(sys.argv[1]).write_text(json.dumps({"triton": triton.__version__, "kernels": table}, indent=1) + "\n")
 

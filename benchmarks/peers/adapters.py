@@ -1,8 +1,7 @@
 """Published losses as ``contrastile verify --loss`` takes them: functions of a rank that give a loss.
 
-Each imports its package when it is called, so that this module needs torch alone. What a loss takes is what is claimed
-for it: a temperature is a number, so there is no gradient of the scale; cosines are of features that it normalises
-itself.
+Each imports its package when it is called, so this module needs torch alone. The claims of a loss follow its arguments:
+a temperature is a number, so there is no gradient of the scale; a loss of cosines normalises its features itself.
 """
 
 from __future__ import annotations
@@ -26,50 +25,50 @@ Factory = Callable[..., Loss]
 
 KERNEL, INTERPRETED = "needs a GPU", "runs in Triton's interpreter"
 TEMPERATURE = ("scale-0", "negative-scale")
-"""Cases that no temperature states."""
+"""Cases that no temperature can express."""
 ALONE = (*BATCHES, MEMORY)
 """The cases of one process."""
 
 
 PEERS: dict[str, Any] = {}
-"""All of them by name, in the order of the table."""
+"""All published losses by name, in the order of the table."""
 
 
 def peer(package: str, needs: str = "", without: tuple[str, ...] = (), **claims: Any) -> Callable[[Factory], Factory]:
-    """Register a function of ``(rank, world_size)`` that gives a loss, and whose docstring says the call.
+    """Register a factory, ``(rank, world_size) -> loss``, whose docstring names the call.
 
-    It gets what is given here as attributes, and the docstring as ``about``.
+    The arguments become attributes of the factory, and its docstring ``about``.
 
     Args:
-        package: on PyPI.
+        package: its name on PyPI.
         needs: "", ``INTERPRETED`` (a GPU, or Triton's interpreter) or ``KERNEL``.
-        without: cases that are left out: its arguments cannot state them.
-        **claims: those of ``verify``.
+        without: cases to leave out, because the loss's arguments cannot express them.
+        **claims: the claims of ``verify``.
     """
 
-    def register(make: Factory) -> Factory:
-        about = (make.__doc__ or "").removesuffix(".")
-        vars(make).update(claims=Claims.of(claims), package=package, about=about, needs=needs, without=without)
-        PEERS[make.__name__] = make
-        return make
+    def register(factory: Factory) -> Factory:
+        about = (factory.__doc__ or "").removesuffix(".")
+        vars(factory).update(claims=Claims.of(claims), package=package, about=about, needs=needs, without=without)
+        PEERS[factory.__name__] = factory
+        return factory
 
     return register
 
 
 def module(name: str) -> Any:
-    """A published module, with stand-ins for what it imports and no loss uses."""
+    """A published module, with stand-ins for imports that no loss uses."""
     stubs.install()
     return importlib.import_module(name)
 
 
-def alone(package: str, path: str) -> Any:
-    """A file of a published package, without what the package's own ``__init__`` imports."""
+def load_file(package: str, path: str) -> Any:
+    """The names in a file of a published package, run without the imports of the package's ``__init__``."""
     (folder,) = importlib.util.find_spec(package).submodule_search_locations  # type: ignore[union-attr, misc]
     return SimpleNamespace(**runpy.run_path(f"{folder}/{path}"))
 
 
 def two_sided(one_direction: Loss) -> Loss:
-    """``(rows, weight, target) -> loss``, a linear cross entropy, called for each direction."""
+    """A symmetric loss from a linear cross entropy, ``(rows, weight, target) -> loss``, called for each direction."""
 
     def loss(image: Any, text: Any, scale: Any) -> Any:
         target = torch.arange(image.shape[0], device=image.device)
@@ -144,10 +143,10 @@ def _sentence_losses() -> Any:
 
 
 def _ranking(name: str, gather: bool) -> Loss:
-    make = getattr(_sentence_losses(), name)
-    return lambda one, other, scale: make(
+    loss_class = getattr(_sentence_losses(), name)
+    return lambda query, key, scale: loss_class(
         torch.nn.Identity(), scale=scale, gather_across_devices=gather
-    ).compute_loss_from_embeddings([one, other], None)
+    ).compute_loss_from_embeddings([query, key], None)
 
 
 @peer("sentence-transformers", "", TEMPERATURE, objective="info_nce", **_COSINES)
@@ -165,10 +164,10 @@ def sentence_transformers_symmetric(rank: int = 0, world_size: int = 1) -> Loss:
 @peer("sentence-transformers", "", TEMPERATURE, objective="info_nce", **_COSINES)
 def sentence_transformers_cached(rank: int = 0, world_size: int = 1) -> Loss:
     """`CachedMultipleNegativesRankingLoss`."""
-    # its loss alone: there is no encoder whose passes it could split
-    make, gather = _sentence_losses().CachedMultipleNegativesRankingLoss, world_size > 1
+    # its loss alone, because there is no encoder to split into chunks
+    loss_class, gather = _sentence_losses().CachedMultipleNegativesRankingLoss, world_size > 1
     model = torch.nn.Sequential(torch.nn.Identity())
-    return lambda query, key, scale: make(
+    return lambda query, key, scale: loss_class(
         model, scale=scale, mini_batch_size=16, gather_across_devices=gather
     ).calculate_loss([[query], [key]])
 
@@ -182,10 +181,10 @@ def gradcache(rank: int = 0, world_size: int = 1) -> Loss:
 
 
 def _metric_learning(name: str, scale: float, world_size: int) -> Loss:
-    one = getattr(module("pytorch_metric_learning.losses"), name)(temperature=1 / scale)
+    loss = getattr(module("pytorch_metric_learning.losses"), name)(temperature=1 / scale)
     wrapper = module("pytorch_metric_learning.utils.distributed").DistributedLossWrapper
-    several: Loss = wrapper(one) if world_size > 1 else one
-    return several
+    wrapped: Loss = wrapper(loss) if world_size > 1 else loss
+    return wrapped
 
 
 # memory grows with the cube of the batch
@@ -194,7 +193,7 @@ def pytorch_metric_learning_towers(rank: int = 0, world_size: int = 1) -> Loss:
     """`NTXentLoss` of two towers."""
 
     def loss(query: Any, key: Any, scale: float) -> Any:
-        # labels that no other rank has; two tensors, because one tensor as both drops every positive
+        # labels differ between ranks; they are two tensors, because one tensor as both drops every positive
         label = torch.arange(len(query), device=query.device) + rank * 2**20
         return _metric_learning("NTXentLoss", scale, world_size)(query, label, ref_emb=key, ref_labels=label.clone())
 
@@ -210,22 +209,22 @@ def pytorch_metric_learning_supcon(rank: int = 0, world_size: int = 1) -> Loss:
 @peer("lightly", "", TEMPERATURE, objective="nt_xent", **_COSINES)
 def lightly(rank: int = 0, world_size: int = 1) -> Loss:
     """`NTXentLoss`."""
-    make, gather = module("lightly.loss").NTXentLoss, world_size > 1
-    return lambda view_a, view_b, scale: make(temperature=1 / scale, gather_distributed=gather)(view_a, view_b)
+    loss_class, gather = module("lightly.loss").NTXentLoss, world_size > 1
+    return lambda view_a, view_b, scale: loss_class(temperature=1 / scale, gather_distributed=gather)(view_a, view_b)
 
 
 @peer("info-nce-pytorch", "", TEMPERATURE, objective="info_nce", normalises=True, scale_gradient=False)
 def info_nce_pytorch(rank: int = 0, world_size: int = 1) -> Loss:
     """`InfoNCE`."""
-    make = module("info_nce").InfoNCE
-    return lambda query, key, scale: make(temperature=1 / scale)(query, key)
+    loss_class = module("info_nce").InfoNCE
+    return lambda query, key, scale: loss_class(temperature=1 / scale)(query, key)
 
 
 @peer("nemo-automodel", "", TEMPERATURE)
 def nemo_automodel(rank: int = 0, world_size: int = 1) -> Loss:
     """`infonce_loss`, symmetric."""
-    one, given = module("nemo_automodel.components.loss.infonce").infonce_loss, {"normalize": False}
-    return lambda image, text, scale: one(image, text, temperature=1 / scale, direction="symmetric", **given)
+    infonce_loss, options = module("nemo_automodel.components.loss.infonce").infonce_loss, {"normalize": False}
+    return lambda image, text, scale: infonce_loss(image, text, temperature=1 / scale, direction="symmetric", **options)
 
 
 @peer("tevatron", objective="info_nce", ranks=(2, 3), equal_shards=True)
@@ -236,26 +235,26 @@ def tevatron(rank: int = 0, world_size: int = 1) -> Loss:
     return lambda query, key, scale: loss(scale * query, key)
 
 
-# as many as its default buffer of indices has
+# the largest batch is the size of its default buffer of indices
 @peer("colpali-engine", "", TEMPERATURE, objective="info_nce", scale_gradient=False, largest_batch=1024)
 def colpali_engine(rank: int = 0, world_size: int = 1) -> Loss:
     """`BiEncoderLoss`."""
-    make = module("colpali_engine.loss.bi_encoder_losses").BiEncoderLoss
-    return lambda query, key, scale: make(temperature=1 / scale)(query, key)
+    loss_class = module("colpali_engine.loss.bi_encoder_losses").BiEncoderLoss
+    return lambda query, key, scale: loss_class(temperature=1 / scale)(query, key)
 
 
 @peer("pylate", "", TEMPERATURE, objective="maxsim", masks=True, normalises=True, scale_gradient=False)
 def pylate(rank: int = 0, world_size: int = 1) -> Loss:
     """`Contrastive` of texts of several tokens."""
-    make = module("pylate.losses").Contrastive
+    loss_class = module("pylate.losses").Contrastive
 
     def loss(query: Any, document: Any, scale: float, **masks: Any) -> Any:
         model: Any = torch.nn.Identity()
         model.skiplist, model.do_query_expansion = [], False
         ones = [torch.ones(x.shape[:2], dtype=torch.long, device=x.device) for x in (query, document)]
-        given = zip((query, document), ones, masks.values() or ones, strict=True)
-        texts = [{"token_embeddings": x, "input_ids": each, "attention_mask": mask} for x, each, mask in given]
-        return make(model, temperature=1 / scale)(texts)
+        features = zip((query, document), ones, masks.values() or ones, strict=True)
+        texts = [{"token_embeddings": x, "input_ids": ids, "attention_mask": mask} for x, ids, mask in features]
+        return loss_class(model, temperature=1 / scale)(texts)
 
     return loss
 
@@ -263,12 +262,12 @@ def pylate(rank: int = 0, world_size: int = 1) -> Loss:
 @peer("colpali-engine", "", TEMPERATURE, objective="maxsim", masks=True, scale_gradient=False, largest_batch=1024)
 def colpali_engine_tokens(rank: int = 0, world_size: int = 1) -> Loss:
     """`ColbertLoss`, `normalize_scores=False`."""
-    make = module("colpali_engine.loss.late_interaction_losses").ColbertLoss
+    loss_class = module("colpali_engine.loss.late_interaction_losses").ColbertLoss
 
     def loss(query: Any, document: Any, scale: float, **masks: Any) -> Any:
-        # "pad tokens must be exactly zero", and there is no argument for a mask
+        # the loss has no argument for a mask: "pad tokens must be exactly zero"
         texts = [x * masks[name][:, :, None] if masks else x for x, name in zip((query, document), MASKS, strict=True)]
-        return make(temperature=1 / scale, normalize_scores=False)(*texts)
+        return loss_class(temperature=1 / scale, normalize_scores=False)(*texts)
 
     return loss
 
@@ -277,17 +276,17 @@ def colpali_engine_tokens(rank: int = 0, world_size: int = 1) -> Loss:
 @peer("flash-maxsim", INTERPRETED, (MEMORY,), objective="maxsim", largest_batch=6)
 def flash_maxsim(rank: int = 0, world_size: int = 1) -> Loss:
     """`flash_maxsim_batched_train`, with torch's `cross_entropy`."""
-    one = module("flash_maxsim").flash_maxsim_batched_train
+    maxsim = module("flash_maxsim").flash_maxsim_batched_train
     return lambda query, document, scale: torch.nn.functional.cross_entropy(
-        one(query, document) * scale, torch.arange(len(query), device=query.device)
+        maxsim(query, document) * scale, torch.arange(len(query), device=query.device)
     )
 
 
 @peer("FlagEmbedding", "", TEMPERATURE, objective="info_nce", scale_gradient=False)
 def flag_embedding(rank: int = 0, world_size: int = 1) -> Loss:
     """`BiEncoderOnlyEmbedderModel`, its loss alone."""
-    make = module("FlagEmbedding.finetune.embedder.encoder_only.base.modeling").BiEncoderOnlyEmbedderModel
-    return lambda query, key, scale: make(torch.nn.Identity(), temperature=1 / scale)._compute_in_batch_neg_loss(
+    model_class = module("FlagEmbedding.finetune.embedder.encoder_only.base.modeling").BiEncoderOnlyEmbedderModel
+    return lambda query, key, scale: model_class(torch.nn.Identity(), temperature=1 / scale)._compute_in_batch_neg_loss(
         query, key
     )[1]
 
@@ -295,55 +294,55 @@ def flag_embedding(rank: int = 0, world_size: int = 1) -> Loss:
 @peer("solo-learn", "", TEMPERATURE, objective="nt_xent", normalises=True, scale_gradient=False)
 def solo_learn(rank: int = 0, world_size: int = 1) -> Loss:
     """`simclr_loss_func`."""
-    one = alone("solo", "losses/simclr.py").simclr_loss_func
-    return lambda view_a, view_b, scale: one(view_a, view_b, temperature=1 / scale)
+    simclr_loss = load_file("solo", "losses/simclr.py").simclr_loss_func
+    return lambda view_a, view_b, scale: simclr_loss(view_a, view_b, temperature=1 / scale)
 
 
 @peer("siglip-kernel", INTERPRETED, TEMPERATURE, objective="sigmoid_loss")
 def siglip_kernel(rank: int = 0, world_size: int = 1) -> Loss:
     """`fused_siglip_loss`, `backend="chunked"`."""
-    one = module("siglip_kernel").fused_siglip_loss
-    return lambda image, text, scale, bias: one(image, text, scale.log(), bias, backend="chunked")
+    siglip_loss = module("siglip_kernel").fused_siglip_loss
+    return lambda image, text, scale, bias: siglip_loss(image, text, scale.log(), bias, backend="chunked")
 
 
-# in one process it is the function below
+# in one process the function below is the same
 @peer("inf-cl", "", ALONE, objective="info_nce", width_multiple=16, ranks=(2, 3), equal_shards=True)
 def inf_cl_ring(rank: int = 0, world_size: int = 1) -> Loss:
     """`cal_ring_loss`, on ranks."""
-    one = module("inf_cl").cal_ring_loss
-    return lambda query, key, scale: one(query, key, scale=scale, head_dim=16)
+    ring_loss = module("inf_cl").cal_ring_loss
+    return lambda query, key, scale: ring_loss(query, key, scale=scale, head_dim=16)
 
 
 @peer("inf-cl", INTERPRETED, objective="info_nce", width_multiple=16, feature_gradients=False, scale_gradient=False)
 def inf_cl(rank: int = 0, world_size: int = 1) -> Loss:
     """`cal_inf_loss`, value only."""
-    # not by its own ``scale``, whose backward needs a process group; its backward kernel has inline assembly, which no
-    # interpreter runs
-    one = module("inf_cl").cal_inf_loss
-    return lambda query, key, scale: one(scale * query, key, head_dim=16)
+    # do not use its ``scale``, whose backward needs a process group; its backward kernel has inline assembly, which the
+    # interpreter cannot run
+    inf_loss = module("inf_cl").cal_inf_loss
+    return lambda query, key, scale: inf_loss(scale * query, key, head_dim=16)
 
 
 @peer("memeff", INTERPRETED, TEMPERATURE, normalises=True, scale_gradient=False, smallest_width=64)
 def memeff(rank: int = 0, world_size: int = 1) -> Loss:
     """`MemoryEfficientCLIPLoss`, `stable=False`."""
-    make = module("memeff").MemoryEfficientCLIPLoss
-    return lambda image, text, scale: make(temperature=1 / scale, stable=False)(image, text)
+    loss_class = module("memeff").MemoryEfficientCLIPLoss
+    return lambda image, text, scale: loss_class(temperature=1 / scale, stable=False)(image, text)
 
 
 # the interpreter runs a program for every row
 @peer("liger-kernel", INTERPRETED, largest_batch=128)
 def liger(rank: int = 0, world_size: int = 1) -> Loss:
     """`LigerFusedLinearCrossEntropyLoss`, twice."""
-    one = module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
-    return two_sided(lambda rows, weight, target: one(weight, rows, target))
+    cross_entropy = module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
+    return two_sided(lambda rows, weight, target: cross_entropy(weight, rows, target))
 
 
 # its backward takes no float32
 @peer("cut-cross-entropy", KERNEL, devices="cuda", dtypes="bfloat16")
 def cut_cross_entropy(rank: int = 0, world_size: int = 1) -> Loss:
     """`linear_cross_entropy`, `filter_eps=None`, twice."""
-    one = module("cut_cross_entropy").linear_cross_entropy
-    return two_sided(lambda rows, weight, target: one(rows, weight, target, filter_eps=None))
+    cross_entropy = module("cut_cross_entropy").linear_cross_entropy
+    return two_sided(lambda rows, weight, target: cross_entropy(rows, weight, target, filter_eps=None))
 
 
 @peer("quack-kernels", KERNEL, devices="cuda", dtypes="bfloat16", batch_multiple=8, width_multiple=8)

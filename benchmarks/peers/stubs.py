@@ -18,11 +18,11 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 UNUSED = ("torchvision", "timm", "ftfy", "datasets", "peft", "ujson", "fastkmeans", "fast_plaid", "voyager")
-"""What the packages import at their top and no loss uses."""
+"""Packages that others import at their top, and that no loss uses."""
 
 
 class _Empty(type):
-    """A class whose every attribute is another such class."""
+    """A metaclass: every attribute of its classes is another empty class."""
 
     def __getattr__(cls, name: str) -> Any:
         return _empty(name)
@@ -41,7 +41,7 @@ class _Finder:
         return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in UNUSED else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """The usual one."""
+        """Return None: Python then makes the usual module."""
 
     def exec_module(self, module: types.ModuleType) -> None:
         vars(module).update(__version__="0", __getattr__=_empty)
@@ -51,19 +51,19 @@ def install() -> tuple[str, ...]:
     """Put the stand-ins in place.
 
     Returns:
-        the names of the packages that are stood in for.
+        The names of the packages that have stand-ins.
     """
-    found = {name: importlib.util.find_spec(name) for name in UNUSED}
-    missing = tuple(name for name, spec in found.items() if spec is None or isinstance(spec.loader, _Finder))
-    if not any(isinstance(each, _Finder) for each in sys.meta_path):
-        # the last: what is installed is found before
+    specs = {name: importlib.util.find_spec(name) for name in UNUSED}
+    missing = tuple(name for name, spec in specs.items() if spec is None or isinstance(spec.loader, _Finder))
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        # append it, so that installed packages are found first
         sys.meta_path.append(_Finder())  # type: ignore[arg-type]
     if os.environ.get("TRITON_INTERPRET") == "1":
         import torch
         import triton
 
-        tuned = triton.autotune
-        triton.autotune = lambda configs, *more, **named: tuned(configs[:1], *more, **named)
+        autotune = triton.autotune
+        triton.autotune = lambda configs, *args, **kwargs: autotune(configs[:1], *args, **kwargs)
         torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment, method-assign]
         torch.cuda.get_device_capability = lambda device=None: (9, 0)
         torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(name="H100")
@@ -75,6 +75,6 @@ if __name__ == "__main__":
     runpy.run_path(sys.argv[1], run_name="__main__")
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
-        # all ranks leave together
+        # leave together, because other ranks may still need this one
         dist.barrier()
         dist.destroy_process_group()

@@ -130,15 +130,15 @@ class MultipleNegativesRankingLoss(_WithTexts, losses.MultipleNegativesRankingLo
         no_ids = torch.full_like(query_ids, _NO_ID)
         strength = self._hardness / self.scale
         apart = _apart(self.hardness_mode, len(documents)) if strength else range(0)
-        is_general = bool(strength) and self.hardness_mode != "hard_negatives"
+        has_hardness_term = bool(strength) and self.hardness_mode != "hard_negatives"
 
         rows = {"query": queries}
         if "doc_to_query" in directions or "doc_to_doc" in directions:
             rows["document"] = documents[0]
-        if is_general:
+        if has_hardness_term:
             rows["hardness"] = strength * queries.detach()
         if apart:
-            rows["pairs"] = _pairs(queries, [documents[i] for i in apart], 0.0 if is_general else strength)
+            rows["pairs"] = _pairs(queries, [documents[i] for i in apart], 0.0 if has_hardness_term else strength)
 
         # a column is no negative of a query with the same id
         columns = [

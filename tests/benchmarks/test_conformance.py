@@ -46,7 +46,7 @@ def test_the_record_is_of_the_adapters_the_reproducers_and_the_pinned_versions()
         else:
             assert (peer.needs, row["reason"]) == (adapters.KERNEL, "not run: needs a GPU")
     names = ("fact", "says", "package", "case", "ranks")
-    facts = [row for path in sorted(conformance.FACTS.glob("*.py")) for row in conformance.stated(path)]
+    facts = [row for path in sorted(conformance.FACTS.glob("*.py")) for row in conformance.read_reproducer(path)]
     assert [[row[name] for name in names] for row in record["facts"]] == [[x[name] for name in names] for x in facts]
     assert all(row["status"] == "reproduced" and row["version"] == PINS[row["package"]] for row in record["facts"])
 
@@ -62,7 +62,7 @@ def test_a_fact_that_a_version_no_longer_shows_is_told_from_one_that_fails(tmp_p
     for status, program in programs.items():
         path = tmp_path / "fact.py"
         path.write_text(about.format("not-a-package" if status == "skip" else "numpy") + program)
-        (row,) = conformance.shown(path)
+        (row,) = conformance.reproduce(path)
         assert row["status"] == status
         assert status != "fail" or "no room" in row["reason"]
 
