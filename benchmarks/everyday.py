@@ -52,7 +52,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One call to time: a loss of ``PLAINS``. Each view has b rows per rank, or b rows in all unless ``each``."""
+    """One call to time: a loss of ``PLAINS``. Each view has b rows per rank, or b rows in all unless ``per_rank``."""
 
     loss: str
     dtype: str
@@ -60,26 +60,26 @@ class Case:
     d: int = 512
     settings: dict[str, Any] = field(default_factory=dict)
     scale: float = 100.0
-    each: bool = True
+    per_rank: bool = True
 
     @property
     def label(self) -> str:
         """The case in words."""
-        more = "".join(f" {name}={value}" for name, value in self.settings.items())
-        more += "" if self.each else " in all"
-        return f"{self.loss} {self.dtype} b={self.b} d={self.d}{more}"
+        words = "".join(f" {name}={value}" for name, value in self.settings.items())
+        words += "" if self.per_rank else " in all"
+        return f"{self.loss} {self.dtype} b={self.b} d={self.d}{words}"
 
     def rows(self, n: int) -> int:
         """The rows of one of n ranks."""
-        return self.b if self.each else self.b // n
+        return self.b if self.per_rank else self.b // n
 
     def flops(self, n: int) -> float:
         """Operations of each rank in the products of clip_loss: one forward, three backward (X again, dQ, dK)."""
         return 8.0 * self.rows(n) ** 2 * n * self.d
 
 
-def _clip(b: int, d: int = 512, **more: Any) -> Case:
-    return Case("clip_loss", "bfloat16", b, d, **more)
+def _clip(b: int, d: int = 512, **fields: Any) -> Case:
+    return Case("clip_loss", "bfloat16", b, d, **fields)
 
 
 SMALL = (256, 1024, 4096)
@@ -101,10 +101,11 @@ EVERYDAY = (
 OF_RANKS = tuple(_clip(b) for b in (*SMALL, 8192, 16384, 32768))
 OF_CPUS = tuple(Case(name, "float32", b) for name in PLAINS for b in (64, 256, 1024, 4096))
 SCALING = (
-    *(_clip(32768), _clip(65536, each=False), _clip(262144, each=False), _clip(32768, 1024), _clip(131072, each=False)),
+    *(_clip(32768), _clip(65536, per_rank=False), _clip(262144, per_rank=False)),
+    *(_clip(32768, 1024), _clip(131072, per_rank=False)),
     *(_clip(b) for b in (2048, 4096, 8192, 16384, 65536)),
 )
-BESIDE_PEERS = tuple(_clip(b, each=False) for b in (65536, 32768, 8192, 131072, 262144))
+BESIDE_PEERS = tuple(_clip(b, per_rank=False) for b in (65536, 32768, 8192, 131072, 262144))
 PARTS = ("everyday", "steps", "peers")
 
 
@@ -136,24 +137,24 @@ def package_loss(case: Case, backend: str, **settings: Any) -> Loss:
 def jobs(part: str, case: Case, ranks: Ranks, backends: list[str]) -> Iterator[Job]:
     """Every implementation of a case."""
     size = ranks.size
-    everyday, steps = part == "everyday", part == "steps"
-    rank_counts = list(ranks.groups) if steps else [size]
+    is_everyday, is_scaling = part == "everyday", part == "steps"
+    rank_counts = list(ranks.groups) if is_scaling else [size]
     for name in backends:
         for n in rank_counts:
-            exchanges = ["local"] if n == 1 else ["auto"] if everyday else ["auto", "ring", "gather"]
-            if steps and n not in (1, size):
+            exchanges = ["local"] if n == 1 else ["auto"] if is_everyday else ["auto", "ring", "gather"]
+            if is_scaling and n not in (1, size):
                 exchanges.remove("auto")
             for exchange in exchanges:
                 settings = {} if n == 1 else {"group": ranks.groups[n], "exchange": exchange}
                 make = partial(make_call, case, package_loss(case, name, **settings), ranks, n)
-                yield name if everyday else f"contrastile {name}", exchange, n, make, ""
-    if everyday and size == 1:
+                yield name if is_everyday else f"contrastile {name}", exchange, n, make, ""
+    if is_everyday and size == 1:
         torch._dynamo.reset()
         for name, loss in (("plain", PLAINS[case.loss]), ("compiled", compiled(PLAINS[case.loss]))):
             yield name, "local", 1, partial(make_call, case, loss, ranks, 1), ""
     for name, (places, _) in TIMED.items():
         is_peer = part == "peers" and (size == 1 or "ranks" in places)
-        if is_peer or (everyday and size > 1 and name.startswith(OPEN_CLIP)):
+        if is_peer or (is_everyday and size > 1 and name.startswith(OPEN_CLIP)):
             loss, reason = load_loss(name, several=size > 1, kind=ranks.kind)
             make = None if loss is None else partial(make_call, case, loss, ranks, size)
             yield name, "" if size > 1 else "local", size, make, reason
@@ -250,7 +251,7 @@ class Run:
             row_count = case.rows(n)
             row: Row = {"part": part, "row": case.label, "name": name, "exchange": exchange, "n": n}
             row |= {"loss": case.loss, "dtype": case.dtype, "rows": row_count, "d": case.d, **case.settings}
-            row |= {"scale": case.scale, "what": "both", "graph": False, "each": case.each}
+            row |= {"scale": case.scale, "what": "both", "graph": False, "each": case.per_rank}
             row["b"] = row_count if part == "everyday" else row_count * n
             rows.append(row)
             call = None

@@ -46,7 +46,7 @@ SCALE, FIRST_WORD, VOCABULARY = 20.0, 1000, 30522  # ids below the first word's 
 
 
 class Batches(list[Any]):
-    """Batches for a library's own loop, which also reads attributes of them."""
+    """Batches for a library's own loop, which also reads attributes of the list."""
 
 
 def epoch(model: Any, batches: Any, pairs: int, loss: Any, optimiser: Any, parts: int = 1, **options: Any) -> None:
@@ -118,7 +118,7 @@ def sentence_transformers(way: str, b: int, steps: int, chunk: int) -> dict[str,
     end_times: list[float] = []
 
     class Clock(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        def on_step_end(self, *args: Any, **more: Any) -> None:
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             torch.cuda.synchronize()
             end_times.append(time.perf_counter())
 

@@ -117,11 +117,8 @@ def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
         weights = Weights(side, side if two_sided else None)
         if kind.itemsize == 2 and two_sided and not plain and block.pairs.match == "drop" and not block.pairs.limited:
             search.ranks(block)
-            for search_block in (
-                replace(block, pairs=Pairs()),
-                replace(block, pairs=replace(block.pairs, row_limits=x)),
-            ):
-                search.nearest(search_block, 1, index[:size])
+            for searched in (replace(block, pairs=Pairs()), replace(block, pairs=replace(block.pairs, row_limits=x))):
+                search.nearest(searched, 1, index[:size])
         with mock.patch.object(products, "_has_out_dtype", return_value=False):
             gradients(block, weights, out, out, options)
             finished(block, weights, None, "gradient", options)

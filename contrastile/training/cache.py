@@ -46,9 +46,8 @@ def cached_step(
             tensor, or a dict, tuple or list of tensors, of the same first dimension, which may be 0; or a ``stream``.
         loss: called as ``loss(*embeddings, *scale)``; a contrastile loss, with options by ``functools.partial``, or
             any callable that returns a 0-d tensor.
-        scale: None, or the argument that the loss takes after the embeddings: a tensor, which may have a graph; a
-            callable that returns one, such as ``model.log_scale.exp``; a number; or a tuple of several such arguments
-            (a sigmoid loss's scale and bias).
+        scale: None, or the loss's argument after the embeddings: a tensor, which may have a graph; a callable that
+            makes one, such as ``model.log_scale.exp``; a number; or a tuple of these (a sigmoid loss's scale and bias).
         chunk: samples per chunk, or a ``Budget`` of elements; or one for each input. Independent of the loss's tile.
             None only if every input is a ``stream``.
         split: a function (input, size) -> chunks for inputs of another kind; it must split in the same way each time.

@@ -99,12 +99,11 @@ class Listed:
 
 
 def apply(function: Callable[[Tensor], Any], batch: Any) -> Any:
-    """The batch with ``function`` applied to every tensor that has a first dimension.
+    """The batch with ``function`` applied to every tensor that has a first dimension; other values stay as they are.
 
     Args:
         function: takes a tensor.
-        batch: a tensor, or a mapping, tuple or list of tensors, nested in any way. 0-d tensors, None, bools, numbers
-            and strings stay as they are.
+        batch: a tensor, or a mapping, tuple or list of tensors, numbers and None, nested in any way.
 
     Raises:
         TypeError: the batch holds anything else, or a list of strings.

@@ -29,11 +29,11 @@ def deep_distance(phi: nn.Module, tile: int = 256) -> Callable[..., Tensor]:
     Returns:
         A loss ``loss(anchors, targets, scale=1.0)`` for ``cached_step`` or alone: anchors (m, d), targets (n, d) with
         n >= m, row i the target of anchor i and further rows negatives; scale a number or a one-element tensor. 0-d,
-        float32 or wider; differentiable in all three and in phi's parameters. Its pairs are those of this process.
+        float32 or wider; differentiable in all three and in phi's parameters. It takes the pairs of this process alone.
 
     Raises:
         TypeError: phi is not a module: gradients of parameters in closures would be lost. In the loss, the scale is
-            no number and no tensor.
+            neither a number nor a tensor.
         ValueError: the tile is not positive; in the loss, the shapes do not fit.
     """
     if not isinstance(phi, nn.Module):

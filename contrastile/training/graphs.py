@@ -45,14 +45,14 @@ def gradients_of(of: Tensor, by: list[Tensor], upstream: Tensor | None = None) -
 def leaves(value: Tensor) -> list[Tensor]:
     """The leaves of a tensor's graph."""
     leaves_by_id: dict[int, Tensor] = {id(value): value} if value.is_leaf else {}
-    seen, todo = set(), [value.grad_fn]
-    while todo:
-        node: Any = todo.pop()
-        if node is None or node in seen:
+    visited, stack = set(), [value.grad_fn]
+    while stack:
+        node: Any = stack.pop()
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
             leaves_by_id[id(leaf)] = leaf
-        todo += [next_node for next_node, _ in node.next_functions]
+        stack += [next_node for next_node, _ in node.next_functions]
     return list(leaves_by_id.values())

@@ -16,7 +16,7 @@ import torch
 
 
 class RandomState:
-    """The generators of Python, NumPy, torch's CPU and each of some devices, as they are now.
+    """The present states of the random generators of Python, NumPy, torch's CPU and the given devices.
 
     Reading a device's state does not wait for the device.
     """
@@ -53,7 +53,7 @@ def accelerators(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
 
 
 class Autocast:
-    """Autocast as it is now, on the CPU and on each of some devices; a backward pass may run in another thread."""
+    """The present autocast on the CPU and the given devices, recorded for a backward pass in another thread."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         types = {"cpu", *(device.type for device in devices)}

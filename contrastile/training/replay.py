@@ -82,8 +82,7 @@ class Replay:
         self._versions = _record_versions(input_tensors)
         with torch.no_grad(), self._reduction.no_reduction():
             self.outputs = [x for i, tower in enumerate(self._towers) for x in self._first_pass(i, tower)]
-        # under autocast, older versions of torch (pytorch issue 158232) keep cast copies of weights that were made
-        # without a graph: the gradient would stop at them
+        # older versions of torch (pytorch issue 158232) keep weights that autocast has cast without a graph
         torch.clear_autocast_cache()
         _check_unchanged(self._versions)
         if not self._reduction.fsdp:  # FSDP2 gathers and frees its parameters

@@ -6,5 +6,5 @@ case: value
 
 import importlib
 
-found = hasattr(importlib.import_module("gradcache"), "GradCache")
-print(f"gradcache has GradCache = {found}, right True")
+has_class = hasattr(importlib.import_module("gradcache"), "GradCache")
+print(f"gradcache has GradCache = {has_class}, right True")

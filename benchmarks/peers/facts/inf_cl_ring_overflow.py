@@ -11,5 +11,5 @@ from inf_cl import cal_ring_loss
 
 dist.init_process_group("gloo")
 image = torch.eye(32).chunk(2)[dist.get_rank()]
-found = cal_ring_loss(image, image, scale=torch.tensor(100.0), head_dim=32)
-print(f"loss of 32 orthogonal pairs at scale 100 = {found:.4g}, right 0")
+loss = cal_ring_loss(image, image, scale=torch.tensor(100.0), head_dim=32)
+print(f"loss of 32 orthogonal pairs at scale 100 = {loss:.4g}, right 0")

@@ -9,6 +9,6 @@ from pytorch_metric_learning.losses import NTXentLoss
 
 image, text = torch.randn(2, 8, 4, generator=torch.manual_seed(0))
 labels = torch.arange(8)
-found = NTXentLoss()(image, labels, ref_emb=text, ref_labels=labels)
-right = NTXentLoss()(image, labels, ref_emb=text, ref_labels=labels.clone())
-print(f"loss = {found:.4g}, right {right:.4g}")
+loss = NTXentLoss()(image, labels, ref_emb=text, ref_labels=labels)
+expected = NTXentLoss()(image, labels, ref_emb=text, ref_labels=labels.clone())
+print(f"loss = {loss:.4g}, right {expected:.4g}")

@@ -13,7 +13,9 @@ from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 dist.init_process_group("gloo")
 rank, label = dist.get_rank(), torch.arange(8)
 image, text = torch.randn(2, 8, 4, generator=torch.manual_seed(0))
-truth = NTXentLoss()(image, label, ref_emb=text, ref_labels=label.clone())
-(image, label), (text, same) = ([x.chunk(2)[rank] for x in pair] for pair in ((image, label), (text, label.clone())))
-found = DistributedLossWrapper(NTXentLoss(), efficient=True)(image, label, ref_emb=text, ref_labels=same)
-print(f"loss / (2 x truth) = {found / 2 / truth:.4g}, right 1")
+expected = NTXentLoss()(image, label, ref_emb=text, ref_labels=label.clone())
+(image, label), (text, ref_label) = (
+    [x.chunk(2)[rank] for x in pair] for pair in ((image, label), (text, label.clone()))
+)
+loss = DistributedLossWrapper(NTXentLoss(), efficient=True)(image, label, ref_emb=text, ref_labels=ref_label)
+print(f"loss / (2 x truth) = {loss / 2 / expected:.4g}, right 1")
