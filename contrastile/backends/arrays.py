@@ -1,6 +1,6 @@
 """Array libraries: the few operations that code above the primitives needs, over NumPy, CuPy and torch.
 
-Everything here is O(m + n) or O((m + n) d): the O(m n) work is the backends'. Reductions to a scalar are taken in
+Every operation costs O(m + n) or O((m + n) d): backends do the O(m n) work. Reductions to a scalar are taken in
 float64, so that a mean over millions of rows costs no accuracy.
 """
 
@@ -24,7 +24,7 @@ FLOATS = tuple(ITEMSIZE)
 
 
 class ArrayLibrary:
-    """The operations, in one vocabulary, over NumPy or a module with its interface; other libraries override them.
+    """The operations over NumPy or a module with its interface; subclasses override them for other libraries.
 
     Attributes:
         module: the library.
@@ -56,7 +56,7 @@ class ArrayLibrary:
         return self.module.full(shape, value, dtype=dtype)
 
     def empty(self, shape: tuple[int, ...], dtype: str, like: Array) -> Array:
-        """An array whose every element will be written before it is read."""
+        """An uninitialised array."""
         return self.module.empty(shape, dtype=dtype)
 
     def arange(self, start: int, stop: int, like: Array) -> Array:
@@ -91,11 +91,11 @@ class ArrayLibrary:
         return self.module.maximum(x, 0.0) + self.module.log1p(self.module.exp(-self.module.abs(x)))
 
     def concat(self, xs: list[Array]) -> Array:
-        """Joined along the first axis."""
+        """The arrays, joined along the first axis."""
         return xs[0] if len(xs) == 1 else self.module.concatenate(xs)
 
     def contiguous(self, x: Array) -> Array:
-        """X with its elements in row order and no gaps; x itself when it is so already."""
+        """X in row order without gaps; x itself when it is so already."""
         return self.module.ascontiguousarray(x)
 
     def total(self, x: Array, axis: int | None = None) -> Array:
@@ -103,22 +103,22 @@ class ArrayLibrary:
         return self.module.asarray(x.sum(axis, dtype="float64"))
 
     def add(self, a: Array, b: Array, into: Array) -> None:
-        """``into = a + b``, elementwise, rounded once more where its dtype is narrower; it may be one of the two."""
+        """``into = a + b``, elementwise, rounded once more where into's dtype is narrower; ``into`` may be a or b."""
         self.module.add(a, b, out=into)
 
     def loss(self, dtype: str, *sides: Sequence[Array]) -> Array:
         """``sum_i w_i nll_i`` over one or two sides in float64, 0-d, rounded to ``dtype``: ``objectives.SOFTMAX``.
 
-        Each side: N, P and S of ``contract.SideStatistics``, float64, and weights and targets, state dtype, (l,) each.
+        A side is N, P and S of ``contract.SideStatistics``, float64, and weights and targets, state dtype, (l,) each.
         """
         return added(self, [terms("softmax").total(self, *side) for side in sides], dtype)
 
-    def in_one_kernel(self, function: Callable[..., Any], fixed: tuple[Any, ...], *given: Array) -> Any:
-        """``function(library, *fixed, *given)``, in one kernel where the library can.
+    def in_one_kernel(self, function: Callable[..., Any], fixed: tuple[Any, ...], *operands: Array) -> Any:
+        """``function(library, *fixed, *operands)``, in one kernel where the library can.
 
         The function is elementwise, and may end in a sum along an axis.
         """
-        return function(self, *fixed, *given)
+        return function(self, *fixed, *operands)
 
     def inner(self, a: Array, b: Array) -> Array:
         """``sum_ik a_ik b_ik``: products in the wider of the two dtypes, the sum over rows in float64, 0-d."""
@@ -140,22 +140,22 @@ class ArrayLibrary:
         return self.module.multiply(x, factor, out=x if consume else None).astype(dtype, copy=False)
 
     def sorted(self, x: Array) -> tuple[Array, Array]:
-        """The elements in rising order, and where each was; equal ones stay in their order."""
+        """The elements in rising order, and the index of each in x; equal elements keep their order."""
         order = self.module.argsort(x, kind="stable")
         return x[order], order
 
     def take(self, x: Array, rows: Array) -> Array:
-        """These rows of x, a copy."""
+        """A copy of the rows of x with these indices."""
         return x[rows]
 
     def put(self, x: Array, places: Array) -> Array:
-        """A copy of x, its rows at these places, a permutation: ``put(take(x, p), p)`` is x."""
+        """A copy of x whose row i is at ``places[i]``, a permutation: ``put(take(x, p), p)`` is x."""
         out = self.module.empty_like(x)
         out[places] = x
         return out
 
     def count_in(self, needles: Array, haystack: Array) -> Array:
-        """How many elements of ``haystack``, which are in rising order, equal each needle, int64; O(m log n)."""
+        """How many elements of ``haystack``, which must be in rising order, equal each needle, int64; O(m log n)."""
         right = self.module.searchsorted(haystack, needles, side="right")
         return right - self.module.searchsorted(haystack, needles, side="left")
 
@@ -170,10 +170,10 @@ class ArrayLibrary:
 
 
 class CupyArrays(ArrayLibrary):
-    """CuPy, any GPU; what is made beside an array is made on its device.
+    """CuPy, any GPU; an array made like another is on its device.
 
-    bfloat16 is the dtype of that name that ml_dtypes registers with NumPy, which CuPy takes from version 14 on: an
-    array says what it holds, and strides, views and copies work as for any other dtype.
+    bfloat16 is the dtype that ml_dtypes registers with NumPy and that CuPy takes from version 14 on: strides, views and
+    copies work as for any other dtype.
     """
 
     def owns(self, x: Array) -> bool:
@@ -188,7 +188,7 @@ class CupyArrays(ArrayLibrary):
 
     def full(self, shape: tuple[int, ...], value: float, dtype: str, like: Array) -> Array:
         with like.device:
-            # zeros are set by the copy engine, several times as fast as CuPy fills
+            # the copy engine sets zeros several times as fast as CuPy fills
             return self.module.full(shape, value, dtype=dtype) if value else self.module.zeros(shape, dtype=dtype)
 
     def empty(self, shape: tuple[int, ...], dtype: str, like: Array) -> Array:
@@ -201,13 +201,13 @@ class CupyArrays(ArrayLibrary):
 
     def asarray(self, x: Any, dtype: str, like: Array) -> Array:
         if isinstance(x, int | float):
-            # a fill, not a copy from the host: nothing waits, and it can be captured
+            # a fill instead of a copy from the host: nothing waits, and a graph can capture it
             return self.full((), x, dtype, like)
         with like.device:
             return self.module.asarray(x, dtype=dtype)
 
-    def in_one_kernel(self, function: Callable[..., Any], fixed: tuple[Any, ...], *given: Array) -> Any:
-        return _kernel_of(function, fixed)(*given)
+    def in_one_kernel(self, function: Callable[..., Any], fixed: tuple[Any, ...], *operands: Array) -> Any:
+        return _fused_kernel(function, fixed)(*operands)
 
     def merge(self, a: Array, b: Array) -> Array:
         # cupy.logaddexp(-inf, -inf) is NaN
@@ -218,11 +218,11 @@ class CupyArrays(ArrayLibrary):
     def total(self, x: Array, axis: int | None = None) -> Array:
         if axis is None:
             return x.sum(dtype="float64")
-        # along the first axis: CuPy sums a column in one block of threads, and columns are few
-        several = len(x) // 64
-        parts, rest = x[: 64 * several].reshape(64, several, *x.shape[1:]), x[64 * several :]
-        found = parts.sum(1, dtype="float64").sum(0)
-        return found + rest.sum(0, dtype="float64") if len(rest) else found
+        # along the first axis: CuPy sums a column in one block of threads, and there are few columns
+        length = len(x) // 64
+        parts, rest = x[: 64 * length].reshape(64, length, *x.shape[1:]), x[64 * length :]
+        total = parts.sum(1, dtype="float64").sum(0)
+        return total + rest.sum(0, dtype="float64") if len(rest) else total
 
     def inner(self, a: Array, b: Array) -> Array:
         # CuPy has no product of two dtypes; chunks bound the temporary
@@ -234,18 +234,18 @@ class CupyArrays(ArrayLibrary):
         return out
 
     def to_numpy(self, x: Array) -> Any:
-        found = x.get()
-        return found.astype("float32") if self.dtype(x) == "bfloat16" else found
+        values = x.get()
+        return values.astype("float32") if self.dtype(x) == "bfloat16" else values
 
     def from_numpy(self, x: Any) -> Array:
         return self.module.asarray(x)
 
 
 @cache
-def _kernel_of(function: Callable[..., Any], fixed: tuple[Any, ...]) -> Any:
-    """What CuPy writes of the function's operations; compiled for the dtypes that it is first given."""
+def _fused_kernel(function: Callable[..., Any], fixed: tuple[Any, ...]) -> Any:
+    """One CuPy kernel of the function's operations, compiled for the dtypes of its first call."""
     cupy = sys.modules["cupy"]
-    return cupy.fuse(kernel_name=function.__name__)(lambda *given: function(CupyArrays(cupy), *fixed, *given))
+    return cupy.fuse(kernel_name=function.__name__)(lambda *operands: function(CupyArrays(cupy), *fixed, *operands))
 
 
 class TorchArrays(ArrayLibrary):
@@ -310,21 +310,21 @@ class TorchArrays(ArrayLibrary):
         return x.detach()
 
     def row_dots(self, a: Array, b: Array, dtype: str) -> Array:
-        # rows of one small product, of which the diagonal is kept
+        # the diagonals of small products of 32 rows
         size = 32
-        several = a.shape[0] // size * size
-        mixed = a.is_cuda and a.dtype == b.dtype and a.itemsize == 2 and hasattr(self.module.ops.aten.bmm, "dtype")
-        # a compiler makes one kernel of the plain way
-        if not (mixed and several and dtype == "float32") or self.module.compiler.is_compiling():
+        full_rows = a.shape[0] // size * size
+        is_mixed = a.is_cuda and a.dtype == b.dtype and a.itemsize == 2 and hasattr(self.module.ops.aten.bmm, "dtype")
+        # a compiler makes one kernel of the elementwise product and its sum
+        if not (is_mixed and full_rows and dtype == "float32") or self.module.compiler.is_compiling():
             return super().row_dots(a, b, dtype)
-        # a fifth of the time, and no temporary of the features' size
-        left, right = (x[:several].detach().unflatten(0, (-1, size)) for x in (a, b))
+        # small products take a fifth of the time, and no temporary of the features' size
+        left, right = (x[:full_rows].detach().unflatten(0, (-1, size)) for x in (a, b))
         dots = self.module.bmm(left, right.mT, out_dtype=self.module.float32).diagonal(dim1=1, dim2=2).flatten()
-        rest = [super().row_dots(a[several:], b[several:], dtype)] if a.shape[0] > several else []
-        return self.concat([dots, *rest])
+        remainder = [super().row_dots(a[full_rows:], b[full_rows:], dtype)] if a.shape[0] > full_rows else []
+        return self.concat([dots, *remainder])
 
     def inner_rows(self, width: int, host: bool) -> int:
-        """Rows that ``inner`` multiplies at a time: they bound its temporary, which a host's threads keep in cache."""
+        """Rows that ``inner`` multiplies at a time: they bound its temporary, which should fit the host's caches."""
         return max(1, self.module.get_num_threads() * 2**16 // width) if host else 4096
 
     def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
@@ -338,7 +338,7 @@ class TorchArrays(ArrayLibrary):
         return x.index_select(0, rows)
 
     def count_in(self, needles: Array, haystack: Array) -> Array:
-        # torch warns of strided ones
+        # torch warns of strided arguments
         haystack, needles = haystack.contiguous(), needles.contiguous()
         right = self.module.searchsorted(haystack, needles, right=True)
         return right - self.module.searchsorted(haystack, needles)
@@ -348,10 +348,10 @@ class TorchArrays(ArrayLibrary):
         return (x.float() if x.dtype == self.module.bfloat16 else x).numpy()
 
     def from_numpy(self, x: Any) -> Array:
-        # torch takes no read-only memory, and no steps backwards or of part of a number, as of a record's field
+        # torch takes no read-only memory, and no strides that are negative or part of a number, as in record fields
         x = x if x.flags.behaved and min(x.strides, default=0) >= 0 else x.copy()
         if str(x.dtype) == "bfloat16":
-            # that of ml_dtypes, which torch does not know
+            # torch does not know the dtype of ml_dtypes
             return self.module.from_numpy(x.view("i2")).view(self.module.bfloat16)
         return self.module.from_numpy(x)
 
@@ -365,10 +365,10 @@ def library_of(x: Any) -> ArrayLibrary:
     if imported("torch"):
         import torch
 
-        # one that is in the middle of its own import has no tensors yet
+        # a torch that is still being imported has no tensors yet
         if isinstance(x, getattr(torch, "Tensor", ())):
             return TorchArrays(torch)
-    # a compiler comes this far with NumPy arrays alone
+    # under a compiler only NumPy arrays come this far
     for name, kind in (("cupy", CupyArrays), ("numpy", ArrayLibrary)):
         if imported(name) and hasattr(sys.modules[name], "ndarray"):
             library = kind(sys.modules[name])
@@ -385,23 +385,23 @@ _CROSSINGS = {("torch", "cupy"): crossing.to_cupy, ("cupy", "torch"): crossing.t
 def transfer(x: Array | None, source: ArrayLibrary, target: ArrayLibrary, dtype: str | None = None) -> Array | None:
     """X in another library, in ``dtype`` when given; x itself where the target owns it already, None for None.
 
-    Between torch and CuPy it is the same memory on the GPU; between others it is a copy on the host.
+    Between torch and CuPy the result shares x's memory on the GPU; between others it is a copy on the host.
     """
     if x is None or source.name == target.name or target.owns(x):
         return x
-    if modules := _on_one_gpu(source, target, x):
-        moved = _CROSSINGS[source.name, target.name](x, *modules)
+    if modules := _modules_on_one_gpu(source, target, x):
+        converted = _CROSSINGS[source.name, target.name](x, *modules)
     else:
-        moved = target.from_numpy(source.to_numpy(x))
-    return moved if dtype is None or target.dtype(moved) == dtype else target.cast(moved, dtype)
+        converted = target.from_numpy(source.to_numpy(x))
+    return converted if dtype is None or target.dtype(converted) == dtype else target.cast(converted, dtype)
 
 
 def working_for(source: ArrayLibrary, target: ArrayLibrary, like: Array) -> AbstractContextManager[Any]:
-    """While open, ``target`` works where ``source`` does: on like's device, on source's current stream there.
+    """While open, ``target`` works on like's device, on source's current stream there.
 
-    CuPy that works for torch takes its memory from torch's pool too.
+    CuPy that works for torch also takes its memory from torch's pool.
     """
-    modules = _on_one_gpu(source, target, like)
+    modules = _modules_on_one_gpu(source, target, like)
     if modules is not None:
         return (crossing.cupy_for_torch if target.name == "cupy" else crossing.torch_for_cupy)(like, *modules)
     if isinstance(source, CupyArrays):
@@ -410,7 +410,7 @@ def working_for(source: ArrayLibrary, target: ArrayLibrary, like: Array) -> Abst
     return nullcontext()
 
 
-def _on_one_gpu(source: ArrayLibrary, target: ArrayLibrary, x: Array) -> tuple[Any, Any] | None:
+def _modules_on_one_gpu(source: ArrayLibrary, target: ArrayLibrary, x: Array) -> tuple[Any, Any] | None:
     """The modules torch and cupy, if source and target are these two and x is on a GPU."""
-    near = (source.name, target.name) in _CROSSINGS and source.device(x) == "cuda"
-    return (sys.modules["torch"], sys.modules["cupy"]) if near else None
+    shares_gpu = (source.name, target.name) in _CROSSINGS and source.device(x) == "cuda"
+    return (sys.modules["torch"], sys.modules["cupy"]) if shares_gpu else None

@@ -1,6 +1,6 @@
 """Whether a call of torch is plain eager.
 
-Nothing here is the first to import torch: a caller with a tensor has imported it.
+No function here is the first to import torch: a caller with a tensor has imported it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def asked_while_tracing(function: F) -> F:
     Arguments and result are numbers, strings or booleans; a compiled graph takes the result for a constant. The
     function must not raise.
     """
-    # what torch.compiler.assume_constant_result does, which would import torch and its compiler
+    # as torch.compiler.assume_constant_result, which would import torch and its compiler
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -37,7 +37,7 @@ def imported(name: str) -> bool:
 
 @asked_while_tracing
 def recorded() -> bool:
-    """Whether torch.jit.trace records what is called."""
+    """Whether torch.jit.trace is recording."""
     import torch
 
     state: Any = torch._C._get_tracing_state()
@@ -45,14 +45,14 @@ def recorded() -> bool:
 
 
 def outside_of_graphs(function: F) -> F:
-    """The function, marked so that ``torch.compile`` calls it and does not trace it; unmarked if none was imported."""
+    """The function, which ``torch.compile`` will call and not trace; unchanged if torch._dynamo is not imported."""
     if not imported("torch._dynamo"):
         return function
     import torch
 
     disable: Any = torch.compiler.disable
-    outside: F = disable(function)
-    return outside
+    untraced: F = disable(function)
+    return untraced
 
 
 def transforms_can_be_seen(torch: Any) -> bool:
@@ -64,16 +64,16 @@ def direct(torch: Any, tensors: Iterable[Array | None]) -> bool:
     """Whether a call is plain eager: no compiler, tracer, transform, mode, tensor subclass or meta tensor."""
     if torch.compiler.is_compiling():
         return False
-    known = torch._C
+    torch_c = torch._C
     try:
-        seen = known._are_functorch_transforms_active() or known._len_torch_dispatch_stack()
-        if seen or known._get_tracing_state() is not None:
+        is_transformed = torch_c._are_functorch_transforms_active() or torch_c._len_torch_dispatch_stack()
+        if is_transformed or torch_c._get_tracing_state() is not None:
             return False
     except AttributeError:  # see transforms_can_be_seen
         return False
-    plain, parameter = torch.Tensor, torch.nn.Parameter
+    tensor_type, parameter_type = torch.Tensor, torch.nn.Parameter
     # no generator: small calls are bound by the host
     for x in tensors:  # noqa: SIM110
-        if x is not None and (type(x) not in (plain, parameter) or x.is_meta):
+        if x is not None and (type(x) not in (tensor_type, parameter_type) or x.is_meta):
             return False
     return True

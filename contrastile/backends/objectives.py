@@ -1,7 +1,7 @@
 """Losses of one side as functions of its statistics, with their bars, over any ``arrays.ArrayLibrary``.
 
-An ``Objective`` is a value and its derivatives, each O(m) in float64; all below hands statistics up and bars down, and
-knows no loss. Another loss of this kind is one more ``Objective``. The cross entropy alone has a fused form besides:
+An ``Objective`` is a value and its derivatives, each O(m) in float64. Backends return statistics, take bars, and know
+no loss. Another loss of this kind is one more ``Objective``. Only the cross entropy also has a fused form:
 ``ArrayLibrary.loss``, and kernels that form its bars where they need them.
 """
 
@@ -22,13 +22,12 @@ Array = Any
 class Objective:
     """A loss of one row, or column, from ``N``, ``P`` and ``D``: see ``contract.Bars``.
 
-    D enters it linearly, as it does in every loss that is known: no bar depends on it, and it need not be saved. N and
-    P may be ``pairs``.
+    The loss must be linear in D: then no bar depends on D, and D need not be saved. N and P may be ``pairs``.
 
     Attributes:
         value: ``value(arrays, n, p, d)``, (m,).
         unpaired: ``unpaired(arrays, n, p)``, the value of a row without a positive, or with a target of 0.
-        bars: ``bars(arrays, n, p)``, its derivatives, (m,) each; one may be a number.
+        bars: ``bars(arrays, n, p)``, the derivatives of ``value``, (m,) each; each may also be a number.
         counts: whether the logarithm of the number of positives is added to ``value``.
         share: see ``Terms.smoothing``.
     """
@@ -40,22 +39,22 @@ class Objective:
     share: float = 0.0
 
     def derivatives(self, arrays: Any, n: Array, p: Array) -> Sequence[Any]:
-        """``bars`` with the share."""
+        """``bars``, with the smoothing's share added."""
         by_n, by_p, by_d = self.bars(arrays, n, p)
         return by_n, by_p + self.share, by_d - self.share
 
 
 def _weighted_value(arrays: Any, objective: Objective, lone: bool, lowered: Array, *side: Array) -> Array:
-    """``w_i value_i`` in float64, (m,): see ``Terms.total``. ``lone``: whether S is P, of lone positives."""
+    """``w_i value_i`` in float64, (m,): see ``Terms.total``. ``lone``: whether S is P, every positive being single."""
     n, p, positive_sum, weight, target = side
     s, weight = head(arrays.cast(positive_sum, "float64")), arrays.cast(weight, "float64")
-    # of lone positives P - t S is nothing
+    # a single positive has a target of 1, and P - t S is 0
     target = arrays.cast(target, "float64") if lone else reciprocal_of_count(arrays, target)
-    # a log-sum-exp is never below a mean of its own terms: rounding that says so is projected back
+    # a log-sum-exp is never below a mean of its own terms: rounding may put it there, so it is clamped
     spread = arrays.maximum(head(p) - target * s, 0.0)
-    # a positive whose logit is -inf is no missing one
+    # S tells a missing positive (0) from a positive whose logit is -inf
     missing = (target == 0) | ((head(p) == -math.inf) & (s == 0))
-    # 0 x target: a target of NaN is how a bad positive comes through where values cannot be read
+    # 0 x target keeps NaN: where values cannot be read, a target of NaN stands for an invalid positive
     paired = objective.value(arrays, lowered, p, spread)
     if objective.share:
         paired = paired + objective.share * (head(p) - spread)
@@ -67,7 +66,7 @@ def _weighted_value(arrays: Any, objective: Objective, lone: bool, lowered: Arra
 
 
 def _softmax_bars(arrays: Any, n: Array, p: Array) -> Sequence[Any]:
-    # the probability of all negatives, with all its digits
+    # the probability of all negatives, to full relative accuracy
     negatives = arrays.module.exp(-arrays.softplus(difference(p, n)))
     return negatives, -negatives, 1.0
 
@@ -77,7 +76,7 @@ SOFTMAX = Objective(
     unpaired=lambda arrays, n, p: head(arrays.merge(n, p)),
     bars=_softmax_bars,
 )
-"""The cross entropy ``L - t S``, with N, P and S: a row that is certain of its one positive has it to all digits."""
+"""The cross entropy ``L - t S`` from N, P and S: accurate to all digits in a row that is certain of its positive."""
 
 INSIDE = Objective(
     value=lambda arrays, n, p, d: arrays.softplus(difference(n, p)),
@@ -85,25 +84,25 @@ INSIDE = Objective(
     bars=lambda arrays, n, p: (*_softmax_bars(arrays, n, p)[:2], 0.0),
     counts=True,
 )
-"""SupCon's L_in: less the logarithm of the mean probability of the positives."""
+"""SupCon's L_in: minus the logarithm of the mean probability of the positives."""
 
 OBJECTIVES = {"softmax": SOFTMAX, "inside": INSIDE}
-"""The losses by their names, which ``Problem.kind`` gives."""
+"""The losses, by ``Problem.kind``."""
 
 STATISTICS = "statistics"
-"""The kind of a problem whose value is N, P and D themselves, and whose weights are their bars, in (l, 3)."""
+"""The kind of a problem whose value is N, P and D themselves, and whose weights are the bars of these, (l, 3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Which loss of the statistics it is.
+    """A loss of the statistics, with its options.
 
     Attributes:
         kind: see ``Problem.kind``.
-        margin: what the positives' logits are lowered by, 0-d float64; None for nothing.
-        smoothing: the share of the target that is spread over all columns. Of what it adds to the loss, ``schedules.
-            beside`` has the part that is linear in all logits.
-        fused: whether it is the cross entropy, whose bars kernels form where they need them.
+        margin: the amount by which the positives' logits are lowered, 0-d float64; None for 0.
+        smoothing: the share of the target that is spread over all columns. It adds to the loss a part that is linear in
+            all logits, which ``schedules.beside`` computes, and a part that is computed here.
+        fused: whether this is the plain cross entropy, whose bars kernels form where they need them.
     """
 
     kind: str
@@ -118,43 +117,43 @@ class Terms:
     @property
     def objective(self) -> Objective:
         """The loss of one side, of the lowered N."""
-        plain = OBJECTIVES[self.kind]
-        return replace(plain, share=self.smoothing) if self.smoothing else plain
+        objective = OBJECTIVES[self.kind]
+        return replace(objective, share=self.smoothing) if self.smoothing else objective
 
     def lowered(self, arrays: Any, n: Array) -> Array:
-        """``N + s m``: N beside positives that are lower by the margin."""
+        """``N + s m``: N relative to positives that are lowered by the margin."""
         if self.margin is None or n.ndim == 1:
             return n if self.margin is None else n + self.margin
         return arrays.module.stack((n[:, 0] + self.margin, n[:, 1]), -1)
 
     def total(self, arrays: Any, n: Array, p: Array, positive_sum: Array, weight: Array, target: Array) -> Array:
         """``sum_i w_i value_i`` in float64, 0-d: N, P and S of ``contract.SideStatistics``, with ``D = P - t S``."""
-        which = self.objective, p is positive_sum
-        given = self.lowered(arrays, n), n, p, positive_sum, weight, target
-        return arrays.total(arrays.in_one_kernel(_weighted_value, which, *given))
+        options = self.objective, p is positive_sum
+        statistics = self.lowered(arrays, n), n, p, positive_sum, weight, target
+        return arrays.total(arrays.in_one_kernel(_weighted_value, options, *statistics))
 
 
 terms = lru_cache(maxsize=None)(Terms)
-"""Those of a kind without options, which are the same ones each time."""
+"""``Terms``, cached: the terms of a kind without options are always the same object."""
 
 
 def loss(terms: Terms, arrays: Any, dtype: str, sides: Sequence[Sequence[Array]]) -> Array:
     """The loss of one or two sides, each N, P, S, weights and targets; 0-d, rounded once to ``dtype``.
 
-    Of ``STATISTICS`` it is N, P and D of all sides, one after the other, in (3, m + n) float64.
+    For ``STATISTICS`` the result is N, P and D of all sides, one after the other, in (3, m + n) float64.
     """
     if terms.fused:
         return arrays.loss(dtype, *sides)
     if terms.kind == STATISTICS:
-        found = [arrays.module.stack([head(n), head(p), spread(arrays, p, s, t)]).T for n, p, s, _, t in sides]
-        return arrays.concat(found).T
+        statistics = [arrays.module.stack([head(n), head(p), spread(arrays, p, s, t)]).T for n, p, s, _, t in sides]
+        return arrays.concat(statistics).T
     return added(arrays, [terms.total(arrays, *side) for side in sides], dtype)
 
 
 def spread(arrays: Any, positive_lse: Array, positive_sum: Array, target: Array) -> Array:
     """``D = P - t S``, 0 where there is no positive: then P is -inf and S is 0."""
     p, s = head(positive_lse), head(arrays.cast(positive_sum, "float64"))
-    # a log-sum-exp is never below a mean of its own terms: rounding that says so is projected back
+    # clamped as in ``_weighted_value``
     return arrays.maximum(p - reciprocal_of_count(arrays, target) * s, 0.0)
 
 
@@ -168,8 +167,8 @@ def added(arrays: Any, losses: Sequence[Array], dtype: str) -> Array:
 
 
 def reciprocal_of_count(arrays: Any, target: Array) -> Array:
-    """Targets 1 / n as they were before they were rounded, in float64; 0 stays 0, and NaN stays NaN.
+    """Targets 1 / n in float64, without the rounding of the state dtype; 0 stays 0, and NaN stays NaN.
 
-    ``P - t S`` is small beside P where positives have large logits: what t has lost there would be lost at P's size.
+    ``P - t S`` is small beside P where positives have large logits, so that the rounding of t would dominate it.
     """
     return 1.0 / arrays.module.floor(1.0 / arrays.cast(target, "float64") + 0.5)

@@ -1,4 +1,4 @@
-"""What a call's options say, else environment variables, else the package's defaults: sizes in MiB, and graphs."""
+"""Settings, from a call's options, else environment variables, else defaults: sizes in MiB, and graphs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ WORKSPACE_MIB = 512
 """The default workspace for G."""
 
 WORK, FEATURES = 1 << 38, 1 << 26
-"""Largest problem that is replayed from CUDA graphs: rows x columns x width, and numbers in its features."""
+"""Largest problem that is replayed from CUDA graphs: rows x columns x width, and elements of its features."""
 
 
 def fits(m: int, columns: int, d: int) -> bool:
-    """Whether a problem of so many rows and columns of this width is small enough to be replayed."""
+    """Whether a problem of m rows and so many columns of width d is small enough to be replayed."""
     return 0 < m * columns * d <= WORK and (m + columns) * d <= FEATURES
 
 
@@ -42,12 +42,12 @@ def kept_bytes(options: Options, default: int = 0) -> int:
 
 
 def is_keep_given(options: Options) -> bool:
-    """Whether somebody has said how much is kept: the call or the environment."""
+    """Whether the call or the environment sets how much is kept."""
     return options.keep is not None or KEEP in os.environ
 
 
 def check() -> None:
-    """Raise ValueError for a variable of the environment that no call could use: see what reads each."""
+    """Raise ValueError for an environment variable that is invalid: see ``mebibytes`` and ``are_graphs_on``."""
     for variable in (WORKSPACE, KEEP):
         mebibytes(variable, 0)
     are_graphs_on()
@@ -59,10 +59,10 @@ def are_graphs_on() -> bool:
     Raises:
         ValueError: the environment says neither 0 nor 1.
     """
-    given = os.environ.get(GRAPHS, "1")
-    if given not in ("0", "1"):
-        raise ValueError(f"{GRAPHS} must be 0 or 1, got {given!r}; set {GRAPHS}=0, or leave it unset for graphs")
-    return given == "1"
+    value = os.environ.get(GRAPHS, "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"{GRAPHS} must be 0 or 1, got {value!r}; set {GRAPHS}=0, or leave it unset for graphs")
+    return value == "1"
 
 
 def mebibytes(variable: str, default: int) -> int:
@@ -75,11 +75,11 @@ def mebibytes(variable: str, default: int) -> int:
     Raises:
         ValueError: it is not a whole number, or below 0.
     """
-    given = os.environ.get(variable)
-    if given is None:
+    value = os.environ.get(variable)
+    if value is None:
         return default * 2**20
-    if not (given.strip().isascii() and given.strip().isdigit()):
+    if not (value.strip().isascii() and value.strip().isdigit()):
         raise ValueError(
-            f"{variable} must be a whole number of MiB, 0 or more, got {given!r}; set e.g. {variable}=2048"
+            f"{variable} must be a whole number of MiB, 0 or more, got {value!r}; set e.g. {variable}=2048"
         )
-    return int(given) * 2**20
+    return int(value) * 2**20

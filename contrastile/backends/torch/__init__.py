@@ -1,9 +1,9 @@
 """The torch backend: tiles of logits through torch's own products, on any device, in any float dtype.
 
 ``products`` does the matrix products, ``tiles`` walks the block, ``pairs`` applies positives and masks to a tile,
-``accumulators`` takes a tile's G; ``statistics``, ``gradients`` and ``sigmoid`` are the three primitives, and
-``whole`` all of a small loss. On a CPU the tile
-stays in the cache and every epilogue is in place; on another device nothing ever waits for the host.
+``accumulators`` multiplies a tile's G; ``statistics``, ``gradients`` and ``sigmoid`` are the three primitives, and
+``whole`` computes a whole small loss. On a CPU the tile stays in the cache and every epilogue is in place; on another
+device nothing ever waits for the host.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["backend"]
 
 
 def accuracy(dtype: str, device: str, options: Options | None = None) -> Accuracy:
-    """The facts for the error bounds, under the matrix-product precision that torch is set to at this moment.
+    """The facts for the error bounds, under torch's current setting of matrix-product precision.
 
-    What is kept changes none of them.
+    Kept exponentials do not change them.
     """
     if dtype == "float64":
         return Accuracy(unit=2.0**-53, accumulate_unit=2.0**-53, shared_reference=device == "cpu")

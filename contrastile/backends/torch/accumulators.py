@@ -15,7 +15,7 @@ class Accumulators:
     def __init__(self, products: Products, rows: torch.Tensor | None, columns: torch.Tensor | None) -> None:
         self._products, self._rows, self._columns = products, rows, columns
         self._chunk: torch.Tensor | None = None
-        # BLAS takes half as long again to add to many rows that begin anywhere in a cache line
+        # BLAS takes 1.5 times as long to add to many rows that are not aligned to cache lines
         self._staged = products.sync and columns is not None and columns.stride(0) % LINE != 0
 
     def add(self, tile: Tile, g: torch.Tensor) -> None:

@@ -13,9 +13,9 @@ from contrastile.backends.pairs import pair
 LOG2_E = 1.0 / math.log(2.0)
 # log2 e and its reciprocal, each in two parts: the first is a float32
 _PARTS = {True: (1.4426950216293335, 1.9259629911266175e-08), False: (0.6931471824645996, -1.904654299957768e-09)}
-# |G| stays below 4 largest weights, so 2^12 leaves it below the largest float16 and lifts it off the smallest
+# |G| stays below 4 times the largest weight: 2^12 keeps it below the largest float16, and far above the smallest
 _FLOAT16_HEADROOM = 2.0**12
-# rows whose products are too few numbers to show that some are not symmetric
+# the product of so few rows has too few elements to show that products may be asymmetric
 _FEW = 32
 
 
@@ -25,9 +25,9 @@ def has_mixed_product() -> bool:
 
 
 def product_rounding(device: str) -> float:
-    """Relative rounding of what enters a float32 product, tf32 or bfloat16 where the user has allowed them.
+    """Relative rounding of the factors of a float32 product: tf32 or bfloat16 where the user has allowed them.
 
-    Newer versions of torch say it for each kind of device, and refuse to say it in the older way once it was set so.
+    Newer versions of torch have a setting for each kind of device; once it is set, the older setting cannot be read.
     """
     matmul = getattr(torch.backends.cuda if device == "cuda" else torch.backends.mkldnn, "matmul", None)
     name = getattr(matmul, "fp32_precision", None)
@@ -39,37 +39,37 @@ def product_rounding(device: str) -> float:
 
 
 def converted(x: torch.Tensor, *, binary: bool) -> torch.Tensor:
-    """Float64 log-sum-exps of one base in another: in base 2 where ``binary``, else natural; (m,), or pairs (m, 2).
+    """Convert float64 log-sum-exps, to base 2 from natural ones where ``binary``, else back; (m,), or pairs (m, 2).
 
-    Of pairs both parts are kept: what a product of the first would be rounded by is large where it is.
+    The product with the first number of a pair is exact, because its rounding would be larger than the second number.
     """
     first, second = _PARTS[binary]
     if x.ndim == 1:
         return x * (first + second)
-    number, rest = x.unbind(1)
-    high = number.float().double()
+    head, remainder = x.unbind(1)
+    high = head.float().double()
     # 24 bits times 24 bits
-    found = pair(torch, high * first, (number - high) * first + number * second + rest * (first + second))
-    return torch.where(high.isfinite()[:, None], found, x * (first + second))
+    product = pair(torch, high * first, (head - high) * first + head * second + remainder * (first + second))
+    return torch.where(high.isfinite()[:, None], product, x * (first + second))
 
 
 def paired(x: torch.Tensor) -> torch.Tensor:
-    """Numbers, (m,), as pairs that lack nothing; pairs as they are."""
+    """Numbers, (m,), as pairs with a second number of 0; pairs unchanged."""
     return x if x.ndim == 2 else torch.stack((x, torch.zeros_like(x)), 1)
 
 
 @cache
-def _symmetric(rows: int, width: int, state: torch.dtype, threads: int) -> bool:
-    """Whether a product of so many rows with their own transpose is symmetric here: no BLAS promises it."""
+def _is_symmetric(rows: int, width: int, state: torch.dtype, threads: int) -> bool:
+    """Whether the product of (rows, width) with its transpose is symmetric here: no BLAS promises it."""
     if rows <= _FEW:
         return False
     x = torch.randn(rows, width, dtype=state, device="cpu", generator=torch.Generator("cpu").manual_seed(0))
-    found = torch.mm(x, x.t())
-    return torch.equal(found, found.t())
+    product = torch.mm(x, x.t())
+    return torch.equal(product, product.t())
 
 
 def on_host(x: torch.Tensor) -> bool:
-    """Whether x is in the host's memory, so that reading a value of it waits for nothing."""
+    """Whether x is in host memory, where reading a value waits for nothing."""
     return x.device.type == "cpu"
 
 
@@ -84,7 +84,7 @@ class Products:
     Attributes:
         state: see ``state_of``.
         sync: whether the code may read values: only ``on_host``.
-        gain: a power of two that G is multiplied by, and sums of it are not.
+        gain: a power of two by which G is multiplied; ``add`` divides it out again.
     """
 
     def __init__(self, block: Block, unit: float) -> None:
@@ -94,31 +94,31 @@ class Products:
         self.sync = on_host(rows)
         self._narrow = rows.dtype if rows.dtype != self.state else None
         self._mixed = self._narrow is not None and not self.sync and has_mixed_product()
-        # rounded once, where they are used: the constant joins them in float64
-        self._scale = self._number(block.scale, unit)
-        self._bias = None if block.bias is None else self._number(block.bias, unit)
+        # scale and bias are multiplied by the unit in float64, and rounded once
+        self._scale = self._in_units(block.scale, unit)
+        self._bias = None if block.bias is None else self._in_units(block.bias, unit)
         # BLAS skips the product when alpha is 0, and would lose a NaN in the features
         info = torch.finfo(self.state)
         self._alpha: float | None = None
-        # BLAS may round alpha times one of the factors
+        # symmetric products take no alpha, because BLAS may round alpha times one of the factors
         self._symmetric = block.symmetric and self.sync
         if isinstance(self._scale, float) and info.tiny <= abs(self._scale) <= info.max and not self._symmetric:
             self._alpha = self._scale
         self.gain = 1.0
         self._float16_gain: torch.Tensor | None = None
 
-    def _number(self, x: torch.Tensor, unit: float) -> torch.Tensor | float:
-        """A number times the unit, in float64 on the host, in the state dtype elsewhere."""
+    def _in_units(self, x: torch.Tensor, unit: float) -> torch.Tensor | float:
+        """X times the unit: a float on the host, a tensor in the state dtype elsewhere."""
         return float(x) * unit if self.sync else (x.double() * unit).to(self.state).reshape(())
 
     def operand(self, features: torch.Tensor) -> torch.Tensor:
-        """A chunk of features as the products want it: as it is, or in the state dtype. (t, d)."""
+        """A chunk of features as an operand of the products: unchanged, or in the state dtype. (t, d)."""
         return features if self._mixed or features.dtype == self.state else features.to(self.state)
 
     def logits(self, q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, *, diagonal: bool) -> torch.Tensor:
         """``x_ij = scale <q_i, k_j> + bias`` into ``out`` (rows, columns), from operands (rows, d) and (columns, d).
 
-        ``diagonal``: the rows and the columns of the block have the same numbers here.
+        ``diagonal``: the rows and the columns have the same indices in the block.
         """
         if self._alpha is not None:
             torch.addmm(out, q, k.t(), beta=0, alpha=self._alpha, out=out)
@@ -127,8 +127,8 @@ class Products:
                 out.copy_(torch.mm(q, k.t(), out_dtype=self.state))
             else:
                 torch.mm(q, k.t(), out=out)
-            # kernels for few rows add in another order beside the diagonal
-            if self._symmetric and diagonal and not _symmetric(*q.shape, self.state, torch.get_num_threads()):
+            # kernels for few rows may add in another order above the diagonal than below
+            if self._symmetric and diagonal and not _is_symmetric(*q.shape, self.state, torch.get_num_threads()):
                 out.copy_(torch.maximum(out, out.t()))
             out.mul_(self._scale)
         return out if self._bias is None else out.add_(self._bias)
@@ -139,11 +139,11 @@ class Products:
         return self._mixed and self._narrow == torch.float16
 
     def bound_gradient(self, *weights: torch.Tensor | None) -> None:
-        """Say how large G can get, so that rounding it to float16 neither overflows nor underflows."""
+        """Scale G by its largest possible magnitude, so that float16 neither overflows nor underflows."""
         peaks = [w.abs().amax() for w in weights if w is not None and w.numel()]
         if peaks:
             peak = torch.stack(peaks).amax()
-            # mantissa / peak is a power of two, exactly, and takes no trip to the host
+            # mantissa / peak is exactly a power of two, and needs no trip to the host
             power = torch.frexp(peak).mantissa / peak
             self._float16_gain = torch.where(peak > 0, power, 1.0) * _FLOAT16_HEADROOM
 

@@ -20,13 +20,13 @@ def sigmoid(
 ) -> tuple[Array, Array]:
     """``sum_j softplus(-z_ij x_ij)`` and ``sum_j G_ij`` per row, gradients added in the same pass (SigLIP's loss).
 
-    See ``contract.Backend.sigmoid``. With both gradients None the row sums of G still are returned. Memory: one tile
+    See ``contract.Backend.sigmoid``. The row sums of G are also returned when both gradients are None. Memory: one tile
     and its spare, and O(m).
     """
     products = Products(block, unit=1.0)
     weight = row_weight.to(products.state)
-    none_silent = products.sync and bool(weight.all())
-    silent = None if none_silent else weight == 0
+    all_count = products.sync and bool(weight.all())
+    silent = None if all_count else weight == 0
     if products.bounds_gradient:
         products.bound_gradient(weight)
     sums = SideSums(block.rows.shape[0], 1, block, 0.0)
@@ -34,12 +34,12 @@ def sigmoid(
     accumulators = Accumulators(products, row_gradient, column_gradient)
     for tile in tiles(block, BlockPairs(block, products.sync), products, options):
         y, spare = tile.x, tile.spare
-        # y = -z x: a pair costs softplus(y), and one that is not admitted softplus(-inf) = 0
+        # y = -z x: the loss of a pair is softplus(y), which is 0 for -inf, where the pair is not admitted
         tile.pairs.negate_positives(y, spare)
         tile.pairs.silence(y, -math.inf)
         # beyond the threshold the logarithm is below half an ulp of y
-        cost = torch.ops.aten.softplus.out(y, 1.0, threshold, out=spare)
-        sums.add("loss", tile, cost)
+        losses = torch.ops.aten.softplus.out(y, 1.0, threshold, out=spare)
+        sums.add("loss", tile, losses)
         g = y.sigmoid_().mul_(cut(weight, tile.rows)[:, None])
         if silent is not None:
             g.masked_fill_(silent[tile.rows, None], 0.0)
