@@ -1,6 +1,6 @@
 """The choices behind "auto": a backend, from a table of measurements, and a precision, from the backend's record.
 
-Both are made once, with a call's plan: kernels and operators know names alone.
+A call's plan makes both choices once: kernels and operators know only names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Preference:
     Attributes:
         capability: the GPU's compute capability times 10; None for any.
         dtypes: of the features; float32 with a precision that the caller named is "float32/tf32" and the like.
-        order: backends, the fastest first. The first that can be used is taken.
+        order: backends, the fastest first. The first usable one is chosen.
         measured: the measurement behind the order.
     """
 
@@ -36,7 +36,7 @@ class Preference:
     measured: str
 
 
-# the first row that fits counts. Sizes are no part of it: a compiled graph may serve several
+# the first matching row counts; sizes play no part, because a compiled graph may serve several
 TABLE = (
     Preference(
         _HOPPER,
@@ -67,7 +67,7 @@ TABLE = (
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A backend's name, and why it is taken."""
+    """A backend's name, and why it was chosen."""
 
     name: str
     why: str
@@ -79,33 +79,33 @@ def choose(library: str, place: str, dtype: str = "float32", precision: str = "a
 
     Args:
         library: the features' array library.
-        place: their device: "cpu", "cuda:1"; "cuda" for torch's current one.
-        dtype: theirs.
-        precision: that the caller asks for.
-        guide: whether it has a guide.
+        place: the features' device: "cpu", "cuda:1"; "cuda" for torch's current one.
+        dtype: the features' dtype.
+        precision: the precision that the caller requests.
+        guide: whether the call has a guide.
     """
     return explained(library, place, dtype, precision, guide=guide).name
 
 
 @cache
 def explained(library: str, place: str, dtype: str, precision: str, *, guide: bool = False) -> Choice:
-    """What ``choose`` gives, and why."""
-    found = _found(library, place, dtype, precision, guide)
-    _log.debug("backend='auto' is %s for %s %s arrays on %s: %s", found.name, library, dtype, place, found.why)
-    return found
+    """The choice of ``choose``, with its reason."""
+    choice = _choose(library, place, dtype, precision, guide)
+    _log.debug("backend='auto' is %s for %s %s arrays on %s: %s", choice.name, library, dtype, place, choice.why)
+    return choice
 
 
-def _found(library: str, place: str, dtype: str, precision: str, guide: bool) -> Choice:
+def _choose(library: str, place: str, dtype: str, precision: str, guide: bool) -> Choice:
     if library in ("numpy", "cupy"):
         return Choice(library, f"it computes {library} arrays where they are")
     device = place.partition(":")[0]
     if device != "cuda" or dtype == "float64":
         return Choice("torch", "the others run on NVIDIA GPUs" if device != "cuda" else "tensor cores have no float64")
-    wanted = dtype if dtype != "float32" or precision == "auto" else f"{dtype}/{precision}"
-    own = capability(place)
-    row = next(x for x in TABLE if wanted in x.dtypes and x.capability in (None, own))
+    dtype_key = dtype if dtype != "float32" or precision == "auto" else f"{dtype}/{precision}"
+    gpu = capability(place)
+    row = next(x for x in TABLE if dtype_key in x.dtypes and x.capability in (None, gpu))
     why = row.measured
-    # backends after the one that is taken are not loaded: importing CuPy takes a while
+    # backends after the chosen one are not loaded, because importing CuPy takes a while
     for name in row.order:
         reason = unusable(name, device)
         if reason is None and guide and dtype not in load(name).guides:
@@ -118,7 +118,7 @@ def _found(library: str, place: str, dtype: str, precision: str, guide: bool) ->
 
 @cache
 def capability(place: str) -> int:
-    """Compute capability, times 10, of a GPU of torch's; 0 where torch sees none of NVIDIA's."""
+    """Compute capability, times 10, of one of torch's GPUs; 0 where torch sees no NVIDIA GPU."""
     if BUILT_IN["torch"].missing() is not None:
         return 0
     import torch
@@ -131,7 +131,7 @@ def capability(place: str) -> int:
 
 @cache
 def unusable(name: str, device: str) -> str | None:
-    """Why a backend cannot compute here, or None. It is loaded to find out, so "auto" never picks one that fails."""
+    """Why a backend cannot compute here, or None. It is loaded, so that "auto" never chooses one that fails."""
     missing = BUILT_IN[name].missing()
     if missing is not None:
         return missing

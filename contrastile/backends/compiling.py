@@ -1,7 +1,7 @@
-"""The kernels that a call lacks, compiled side by side, and a line for whoever waits for them.
+"""Parallel compilation of the kernels that a call lacks, with a message where it takes long.
 
-A call meets its kernels one by one. ``side_by_side`` goes through one that lacks some without launches, has all of them
-compiled, in threads, and then makes it.
+A call requests its kernels one by one. ``side_by_side`` runs a call that lacks some without launching them, compiles
+all missing kernels in threads, and then runs the call again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 PATIENCE = 2.0
-"""Seconds before the line."""
+"""Seconds before the message."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -24,57 +24,57 @@ _Missing = dict[Hashable, Callable[[], object]]
 _log = logging.getLogger(__name__)
 
 
-class _Call(threading.local):
-    # what compiles each kernel that this thread's call lacks; None outside of ``side_by_side``. While there are any
-    # nothing may be launched: what it reads may not have been written
+class _CurrentCall(threading.local):
+    # a function that compiles it for each kernel that this thread's call lacks; None outside ``side_by_side``.
+    # While a kernel is missing, no later one may be launched: its inputs may not have been written
     missing: _Missing | None = None
 
 
-here = _Call()
+current_call = _CurrentCall()
 
 
 def side_by_side(primitive: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorates a function whose arguments are written by kernels alone, and whose host reads nothing they write.
+    """Decorates a function that may be called twice, and does not read on the host what its kernels write.
 
-    It adds to nothing: it may be called twice, and the first time cuBLAS multiplies what no kernel has written.
+    It must not add to its arguments. In the first call cuBLAS may multiply memory that no kernel has written.
     """
 
     @wraps(primitive)
     def call(*args: _P.args, **named: _P.kwargs) -> _T:
         missing: _Missing = {}
-        here.missing = missing
+        current_call.missing = missing
         try:
-            found = primitive(*args, **named)
+            result = primitive(*args, **named)
         finally:
-            here.missing = None
+            current_call.missing = None
         if not missing:
-            return found
-        del found
-        _compile(missing)
+            return result
+        del result
+        _compile_all(missing)
         return primitive(*args, **named)
 
     return call
 
 
-def postponed(key: Hashable, compile_one: Callable[[], object]) -> bool:
-    """Whether a launch is left out until its kernel is compiled; outside of ``side_by_side`` that is done now."""
-    if here.missing is None:
-        _compile({key: compile_one})
+def postpone(key: Hashable, compile_one: Callable[[], object]) -> bool:
+    """Whether a launch must be skipped until its kernel is compiled; outside ``side_by_side``, compile it now."""
+    if current_call.missing is None:
+        _compile_all({key: compile_one})
         return False
-    here.missing[key] = compile_one
+    current_call.missing[key] = compile_one
     return True
 
 
-def _compile(missing: _Missing) -> None:
+def _compile_all(missing: _Missing) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        begun = [pool.submit(compile_one) for compile_one in missing.values()]
-        # they hold arguments of launches
+        futures = [pool.submit(compile_one) for compile_one in missing.values()]
+        # the functions hold arguments of launches
         missing.clear()
-        if left := len(wait(begun, PATIENCE).not_done):
-            line = f"compiling {left} kernel{'s' * (left > 1)}, kept on disk for later runs"
+        if pending := len(wait(futures, PATIENCE).not_done):
+            message = f"compiling {pending} kernel{'s' * (pending > 1)}, kept on disk for later runs"
             if _log.isEnabledFor(logging.INFO):
-                _log.info(line)
+                _log.info(message)
             elif sys.stderr is not None and sys.stderr.isatty():
-                print(f"contrastile: {line}", file=sys.stderr, flush=True)
-    for each in begun:
-        each.result()
+                print(f"contrastile: {message}", file=sys.stderr, flush=True)
+    for future in futures:
+        future.result()

@@ -1,4 +1,4 @@
-"""What the triton and cupy backends share on the host: supported blocks, chunks and their sizes, pairs, scaling."""
+"""Host code that the triton and cupy backends share: supported blocks, chunks and their sizes, pairs, scaling."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from contrastile.backends.settings import workspace_bytes
 _PARTIALS_MIB = 64
 
 _UNIT = 8192
-"""Rows or columns of a chunk of G come in multiples of this where there are more: the products that follow then fill a
-GPU's multiprocessors nearly a whole number of times, at widths of 512 and 1024 from one unit on, at 768 from two."""
+"""Larger chunks of G have a multiple of this many rows and columns: the products of G then fill a GPU's multiprocessors
+nearly a whole number of times, at widths of 512 and 1024 from one unit on, at 768 from two."""
 
 
 def supports(block: Block) -> str | None:
@@ -29,9 +29,9 @@ def supports(block: Block) -> str | None:
 def own_references(dtype: str) -> bool:
     """Whether each tile has its own reference for exponentials, instead of one for the block.
 
-    With one reference for the block exponents reach 120, and rounding them costs 3e-6 of a probability. Gradients of 16
-    bits hide that. In float32 it was 20 to 100 times the error of plain PyTorch where one probability of a row is
-    nearly 1. Float32 products take so long that the second exponential costs little.
+    With one reference for the block, exponents reach 120, and rounding them costs 3e-6 of a probability. Gradients of
+    16 bits hide this error. In float32 it was 20 to 100 times the error of plain PyTorch where one probability of a row
+    is nearly 1. Float32 products take so long that the second exponential costs little.
     """
     return dtype == "float32"
 
@@ -47,11 +47,11 @@ def no_statistics(block: Block, columns: bool, arrays: Any) -> Statistics:
 
 
 def no_gradients(block: Block, columns: ColumnForm | None, arrays: Any) -> Finished:
-    """What ``finished`` gives of a block without pairs."""
+    """The result of ``finished`` for a block without pairs."""
     rows, dtype = block.rows, arrays.dtype(block.rows)
-    form = None if columns is None else dtype if columns == "gradient" else "float32"
-    of_columns = None if form is None else arrays.full(tuple(block.columns.shape), 0.0, form, rows)
-    return Finished(arrays.full(tuple(rows.shape), 0.0, dtype, rows), of_columns, arrays.full((), 0.0, "float64", rows))
+    column_dtype = None if columns is None else dtype if columns == "gradient" else "float32"
+    zeros = None if column_dtype is None else arrays.full(tuple(block.columns.shape), 0.0, column_dtype, rows)
+    return Finished(arrays.full(tuple(rows.shape), 0.0, dtype, rows), zeros, arrays.full((), 0.0, "float64", rows))
 
 
 Size = tuple[int, int]
@@ -76,22 +76,22 @@ def chunks(m: int, n: int, height: int, width: int, start: int = 0) -> Iterator[
 def forward_chunk(
     m: int, n: int, shape: tuple[int, int], options: Options, numbers: int, cluster: int = 1, *, marks: bool = False
 ) -> Size:
-    """Rows and columns of a chunk of the forward pass: what its partial results may take bounds it.
+    """Rows and columns of a chunk of the forward pass, bounded by the memory of its partial results.
 
     Args:
         m: rows of the block.
         n: its columns.
         shape: rows and columns of a tile.
         options: a tile that caps it.
-        numbers: float32 numbers that a tile leaves of each row and column.
+        numbers: float32 numbers that a tile stores for each row and column.
         cluster: tiles above one another that are computed together.
-        marks: half a byte of a pair is held besides, in half a workspace.
+        marks: whether half a byte is also held for each pair, in half a workspace.
     """
     bm, bn = shape
     area = _PARTIALS_MIB * 2**20 // (4 * numbers) * bm * bn // (bm + bn)
     if marks:
         area = max(1, min(area, workspace_bytes(options)))
-    return _capped(m, n, area, max(bm * cluster, bn), options)
+    return _chunk_size(m, n, area, max(bm * cluster, bn), options)
 
 
 def backward_chunk(m: int, n: int, size: int, step: int, options: Options, others: int = 0) -> Size:
@@ -100,40 +100,41 @@ def backward_chunk(m: int, n: int, size: int, step: int, options: Options, other
     Args:
         m: rows of the block.
         n: its columns.
-        size: bytes of one element of G, all its parts.
+        size: bytes of one element of G, with all its parts.
         step: rows of tiles that are computed together.
         options: the size of the workspace, or a tile that caps it.
-        others: bytes of the rows' own gradient, which are taken from the workspace as long as three quarters remain.
+        others: bytes of the rows' gradient, which reduce the workspace by at most a quarter.
     """
     whole = workspace_bytes(options)
-    return _capped(m, n, max(1, max(whole - others, whole * 3 // 4) // size), step, options)
+    return _chunk_size(m, n, max(1, max(whole - others, whole * 3 // 4) // size), step, options)
 
 
-def _capped(m: int, n: int, area: int, step: int, options: Options) -> Size:
-    """Rows and columns of a chunk of at most ``area`` elements, or a tile that the caller names.
+def _chunk_size(m: int, n: int, area: int, step: int, options: Options) -> Size:
+    """Rows and columns of a chunk of at most ``area`` elements, or the tile that the caller requests.
 
-    The sums of dK are read and written once for each chunk of rows, those of dQ once for each chunk of columns, so
-    that near a square the fewest bytes move. A large chunk has one or two UNITs of rows and as many columns as fit.
+    The sums of dK are read and written once for each chunk of rows, those of dQ once for each chunk of columns, so that
+    the fewest bytes move if a chunk is nearly square. A large chunk has one or two _UNITs of rows and the columns that
+    fit.
     """
     if options.tile is not None:
         return min(m, options.tile[0]), min(n, options.tile[1])
-    side = max(step, int(area**0.5) // step * step)
-    rows = 2 * _UNIT if area >= 2 * _UNIT * _UNIT else _UNIT if area >= _UNIT * _UNIT else side
+    square_side = max(step, int(area**0.5) // step * step)
+    rows = 2 * _UNIT if area >= 2 * _UNIT * _UNIT else _UNIT if area >= _UNIT * _UNIT else square_side
 
-    def beside(other: int) -> int:
-        """The longest side that fits beside another: whole UNITs, or whole steps of less than one."""
+    def longest_side(length: int) -> int:
+        """The longest side that fits beside another: whole _UNITs, or whole steps where it is shorter than one."""
         # a row of the workspace is padded to 16 bytes, 8 elements at most
-        most = area // max(other, 8)
-        unit = _UNIT if most > _UNIT else step
-        return max(1, most // unit * unit or most)
+        longest = area // max(length, 8)
+        unit = _UNIT if longest > _UNIT else step
+        return max(1, longest // unit * unit or longest)
 
     height = min(m, rows)
-    width = min(n, beside(height))
-    return height if width < n else min(m, beside(width)), width
+    width = min(n, longest_side(height))
+    return height if width < n else min(m, longest_side(width)), width
 
 
 def lines(x: Any, start: int, length: int) -> Any:
-    """Rows of a matrix, or elements of a vector, from ``start`` on; x itself where these are all."""
+    """``length`` rows of a matrix, or elements of a vector, from ``start`` on; x itself where it has no others."""
     return x if length == x.shape[0] else x[start : start + length]
 
 
@@ -143,24 +144,26 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def contiguous_pairs(pairs: Pairs, contiguous: Callable[[Any], Any]) -> Pairs:
-    """The pairs of contiguous vectors, without a guide; no index names positives where ids do.
+    """The pairs with contiguous vectors and without a guide; ``positives`` is None where ids name the positives.
 
-    ``contiguous`` closes the gaps of an array.
+    ``contiguous`` makes an array contiguous.
     """
     positives = pairs.positives if pairs.match == "drop" else None
-    given = positives, pairs.excluded, pairs.row_ids, pairs.column_ids, pairs.row_limits, pairs.column_limits
-    named, excluded, row_ids, column_ids, of_rows, of_columns = (None if x is None else contiguous(x) for x in given)
-    return Pairs(named, excluded, row_ids, column_ids, pairs.match, of_rows, of_columns, rising=pairs.rising)
+    vectors = positives, pairs.excluded, pairs.row_ids, pairs.column_ids, pairs.row_limits, pairs.column_limits
+    named, excluded, row_ids, column_ids, row_limits, column_limits = (
+        None if x is None else contiguous(x) for x in vectors
+    )
+    return Pairs(named, excluded, row_ids, column_ids, pairs.match, row_limits, column_limits, rising=pairs.rising)
 
 
 @contextmanager
 def gradient_scaling(outs: Iterable[Any], dtype: str, scale: Callable[[Any, bool], None]) -> Iterator[None]:
-    """Scale the accumulators that a float16 G is added to as G is scaled, and undo it: exact, by a power of two.
+    """Scale the accumulators of a float16 G like G itself, and undo it: exact, by a power of two.
 
     Args:
-        outs: the accumulators; None for one that is not wanted.
+        outs: the accumulators; None for one that is not requested.
         dtype: name of G's dtype; only float16 is scaled, to keep it in range.
-        scale: ``scale(x, divide)`` multiplies x by the plan's gradient scale, or divides it by that.
+        scale: ``scale(x, divide)`` multiplies x by the plan's gradient scale, or divides x by it.
     """
     scaled = [x for x in outs if x is not None] if dtype == "float16" else []
     for x in scaled:

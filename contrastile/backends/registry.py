@@ -1,6 +1,6 @@
 """Finding backends: built in, registered by other packages, or named as ``module:attribute``.
 
-Nothing is imported to find out what is available, and other people's code runs only when it is named.
+Listing backends imports none of them, and the code of other packages runs only when a caller names their backend.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Known:
 
     Attributes:
         target: "module:attribute" of its Backend record.
-        requires: import names of the packages that it needs; of one that may be too old "name>=version".
-        install: the command that brings them.
+        requires: import names of the packages that it needs; "name>=version" where a package may be too old.
+        install: the command that installs them.
     """
 
     target: str
@@ -38,35 +38,35 @@ class Known:
     def missing(self) -> str | None:
         """What is missing and the command that installs it, or None."""
         needed = [requirement.partition(">=") for requirement in self.requires]
-        lacking = [name for name, _, _ in needed if not _is_there(name)]
-        if lacking:
-            return f"{' and '.join(lacking)} cannot be imported; run: {self.install}"
-        for name, _, least in needed:
-            found = installed_version(name) if least else None
-            if found is not None and _numbers(found) < _numbers(least):
-                return f"{name} must be {least} or newer, got {found}; run: {self.install}"
+        missing = [name for name, _, _ in needed if not _can_find(name)]
+        if missing:
+            return f"{' and '.join(missing)} cannot be imported; run: {self.install}"
+        for name, _, minimum in needed:
+            version = installed_version(name) if minimum else None
+            if version is not None and _release(version) < _release(minimum):
+                return f"{name} must be {minimum} or newer, got {version}; run: {self.install}"
         return None
 
 
-def _is_there(name: str) -> bool:
-    """Whether a module can be found; the package that holds it is searched, not imported."""
+def _can_find(name: str) -> bool:
+    """Whether a module can be found; its package is searched, not imported."""
     package, _, inner = name.partition(".")
-    found = importlib.util.find_spec(package)
-    if found is None or not inner:
-        return found is not None
-    return importlib.machinery.PathFinder.find_spec(inner, found.submodule_search_locations) is not None
+    spec = importlib.util.find_spec(package)
+    if spec is None or not inner:
+        return spec is not None
+    return importlib.machinery.PathFinder.find_spec(inner, spec.submodule_search_locations) is not None
 
 
 def installed_version(name: str) -> str | None:
-    """The version of a distribution; None where none of this name is installed."""
+    """The version of a distribution; None where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _numbers(version: str) -> list[int]:
-    """Of a version's first two parts: [2, 6] for "2.6.0a0+git"."""
+def _release(version: str) -> list[int]:
+    """The first two numbers of a version: [2, 6] for "2.6.0a0+git"."""
     return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
@@ -84,11 +84,11 @@ BUILT_IN = {
 
 def known() -> dict[str, Known]:
     """Every backend that is built in or registered under the entry-point group ``contrastile.backends``."""
-    found = dict(BUILT_IN)
-    for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+    backends = dict(BUILT_IN)
+    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         # a registered name never shadows a built-in one
-        found.setdefault(point.name, Known(point.value))
-    return found
+        backends.setdefault(entry_point.name, Known(entry_point.value))
+    return backends
 
 
 def names() -> list[str]:
@@ -102,14 +102,14 @@ def available() -> dict[str, str | None]:
 
 
 def require(what: str, package: str) -> None:
-    """Raise BackendUnavailableError unless a package that ``what`` needs can be found; its extra has its name."""
+    """Raise BackendUnavailableError unless the package that ``what`` needs can be found; its extra has its name."""
     missing = Known("", (package,), INSTALL.format(package)).missing()
     if missing:
         raise BackendUnavailableError(f"{what} is not available: {missing}")
 
 
 def checked(name: Any) -> str:
-    """The name of a backend; raise TypeError if it is no string. ``load`` checks whether it is known."""
+    """The name of a backend; raise TypeError if it is not a string. ``load`` checks whether it is known."""
     if not isinstance(name, str):
         raise TypeError(f"backend must be a string, got {type(name).__name__}; pass e.g. backend='torch', or 'auto'")
     return name
@@ -124,8 +124,8 @@ def load(name: str) -> Backend:
 
     Raises:
         ValueError: no backend has this name.
-        BackendUnavailableError: what it needs cannot be imported.
-        TypeError: what the name leads to is not a Backend, or one for another contract, or the name is no string.
+        BackendUnavailableError: a package that it needs cannot be imported.
+        TypeError: the named object is not a Backend, or one for another contract, or the name is not a string.
     """
     backends = known()
     entry = backends.get(checked(name))
@@ -160,11 +160,11 @@ def load(name: str) -> Backend:
 
 
 def _why(error: Exception, entry: Known) -> str:
-    """Why something that is installed does not load, and what may help."""
+    """Why an installed backend does not load, and what may help."""
     if isinstance(error, ModuleNotFoundError):
         spelling = "check the spelling, or put its folder on PYTHONPATH"
         return f"{error}; {f'run: {entry.install}' if entry.install else spelling}"
-    # one line: CuPy puts a frame around its own
-    said = " ".join(str(error).split())
-    again = f", or run: {entry.install} --force-reinstall" if entry.install else ""
-    return f"it is installed, but cannot be imported ({said}); see that it fits this machine and its driver{again}"
+    # one line, because CuPy puts a frame around its messages
+    text = " ".join(str(error).split())
+    retry = f", or run: {entry.install} --force-reinstall" if entry.install else ""
+    return f"it is installed, but cannot be imported ({text}); see that it fits this machine and its driver{retry}"

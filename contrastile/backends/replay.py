@@ -2,11 +2,11 @@
 """CUDA graphs for small problems, whose kernels take longer to launch than to run.
 
 A call signature (shapes, dtypes, settings, stream) that repeats is captured, and replayed from then on: inputs are
-copied to where the graph reads them, outputs to the caller's memory. The kernels and their order are the same, and so
-are the bits. ``contrastile.autograd.steps`` does so for whole steps, ``operators`` for what a compiler calls.
+copied to the memory that the graph reads, outputs to the caller's memory. The kernels and their order are the same, and
+so are the bits. ``contrastile.autograd.steps`` captures whole steps, ``operators`` the operators of compiled code.
 
 Graphs of one stream share the memory between their kernels (``Pool``); it stays reserved, as do the inputs and outputs
-of each graph: O(b d) bytes. At most ``MOST`` signatures are held, and CONTRASTILE_GRAPHS=0 has none captured.
+of each graph: O(b d) bytes. At most ``MOST`` signatures are held; CONTRASTILE_GRAPHS=0 turns capture off.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ MOST = 8
 """Signatures held; the least recently used is evicted first."""
 
 WORTH = 4
-"""A signature that is evicted before this many replays is never captured again: otherwise more signatures in turn than
-are held would be captured for ever."""
+"""A signature that is evicted before this many replays is never captured again: otherwise a cycle of more than ``MOST``
+signatures would be captured for ever."""
 
-_BEFORE = 2
-"""Launched calls of a signature before one is captured."""
+_CALLS_BEFORE_CAPTURE = 2
+"""Launched calls of a signature before a call is captured."""
 
-_KNOWN = 64
-"""Call signatures that are counted."""
+_MAX_COUNTED = 64
+"""Call signatures whose calls are counted."""
 
 _log = logging.getLogger(__name__)
-_sides: dict[Where, Any] = {}
+_capture_streams: dict[Where, Any] = {}
 
 
 def is_plain() -> bool:
@@ -54,12 +54,12 @@ def is_plain() -> bool:
 
 
 def may_be_captured() -> bool:
-    """``is_plain``, and graphs are not turned off."""
+    """Whether this call ``is_plain`` and graphs are not turned off."""
     return are_graphs_on() and is_plain()
 
 
 def can_capture(x: Any) -> bool:
-    """``may_be_captured``, and the tensor is on the current GPU."""
+    """Whether this call ``may_be_captured`` and the tensor is on the current GPU."""
     return x.get_device() >= 0 and may_be_captured() and x.get_device() == torch.cuda.current_device()
 
 
@@ -67,16 +67,16 @@ _replays = itertools.count(1)
 
 
 class Pool:
-    """The memory that the graphs of one place share, and when each step of theirs was last replayed.
+    """The memory that the graphs of one place share, and when each of their steps was last replayed.
 
-    A graph writes to memory that was free when it was captured, where a step that was captured later may leave what its
-    gradients read: a replay of one step takes the gradients from all later ones.
+    A graph writes to memory that was free when it was captured. A step that was captured later may store there what its
+    gradients read, so a replay of one step invalidates the gradients of all later ones.
 
     Attributes:
-        memory: torch's name for it; None before the first capture.
-        lock: held from the copies into a graph until those of its results. Backward passes take it in autograd's
-            thread: never wait for one while holding it.
-        latest: of each step, in the order of their captures, the number of its last replay.
+        memory: torch's handle of the memory pool; None before the first capture.
+        lock: held from the copies into a graph until the copies of its results. Backward passes acquire it in
+            autograd's thread: never wait for a backward pass while holding it.
+        latest: the number of each step's last replay, in the order of the captures.
     """
 
     def __init__(self) -> None:
@@ -85,17 +85,17 @@ class Pool:
         self.latest: list[int] = []
 
     def add(self) -> int:
-        """Another step: its place among them."""
+        """Add a step, and return its index."""
         self.latest.append(0)
         return len(self.latest) - 1
 
     def replayed(self, step: int) -> int:
-        """The number of a replay of this step, larger than those of all before it."""
+        """Record a replay of this step, and return its number, larger than those of all earlier replays."""
         self.latest[step] = next(_replays)
         return self.latest[step]
 
     def has(self, step: int, number: int) -> bool:
-        """Whether what this replay of a step has left is there still."""
+        """Whether the memory still holds what this replay of a step stored."""
         return max(self.latest[:step], default=0) < number
 
 
@@ -105,53 +105,53 @@ def record(where: Where, actions: Sequence[Callable[[], Tensors]], pool: Pool) -
     Every action runs once before, so that nothing is loaded or compiled under capture.
 
     Args:
-        where: device and stream. Graphs of one stream run one after the other, so they share temporary memory; not
-            those of two, nor what libraries reserve for the stream that they are captured on.
-        actions: each queues kernels on the current stream and gives tensors, which stay where they are.
+        where: device and stream. Graphs of one stream run one after the other, so they share temporary memory. Graphs
+            of two streams do not share it, nor the memory that libraries reserve for the stream of the capture.
+        actions: each queues kernels on the current stream and returns tensors, whose memory does not move.
         pool: the graphs' memory.
 
     Returns:
-        The graphs, and what the captured actions gave.
+        The graphs, and the tensors that the captured actions returned.
 
     Raises:
-        RuntimeError: something that was queued cannot be captured.
+        RuntimeError: a queued operation cannot be captured.
     """
     device, stream, *_ = where
-    side = _sides.get((device, stream))
-    if side is None:
-        side = _sides[device, stream] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    capture_stream = _capture_streams.get((device, stream))
+    if capture_stream is None:
+        capture_stream = _capture_streams[device, stream] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     graphs: list[Any] = []
-    found: list[Tensors] = []
+    outputs: list[Tensors] = []
     current = torch.cuda.current_stream(device)
-    side.wait_stream(current)
+    capture_stream.wait_stream(current)
     try:
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(capture_stream):
             for action in actions:
                 action()
             for action in actions:
                 graph: Any = torch.cuda.CUDAGraph()
-                shared = {} if pool.memory is None else {"pool": pool.memory}
+                pool_options = {} if pool.memory is None else {"pool": pool.memory}
                 # other threads may go on allocating and synchronising
-                graph.capture_begin(**shared, capture_error_mode="thread_local")
+                graph.capture_begin(**pool_options, capture_error_mode="thread_local")
                 try:
-                    found.append(action())
+                    outputs.append(action())
                 finally:
                     graph.capture_end()
                 graphs.append(graph)
                 pool.memory = graph.pool()
     finally:
-        current.wait_stream(side)
-    return graphs, found
+        current.wait_stream(capture_stream)
+    return graphs, outputs
 
 
 class Captured:
     """The graphs of a call signature.
 
     Attributes:
-        where: the device and the stream on which it is replayed.
-        pool: their memory.
-        places: where they read the tensors of a call; at first those of the call that is captured.
-        replays: how many there were.
+        where: the device and the stream on which the graphs are replayed.
+        pool: the graphs' memory.
+        places: tensors that the graphs read; at first, copies of the tensors of the captured call.
+        replays: the number of replays.
     """
 
     def __init__(self, where: Where, pool: Pool, tensors: Tensors) -> None:
@@ -160,7 +160,7 @@ class Captured:
         self.copy(tensors)
 
     def copy(self, tensors: Tensors) -> None:
-        """Fill the places."""
+        """Copy a call's tensors to the places."""
         for place, x in zip(self.places, tensors, strict=True):
             place.copy_(x.detach())
 
@@ -172,8 +172,8 @@ class Signatures(Generic[C]):
     """The call signatures that have been seen.
 
     Attributes:
-        capturing: held while anything is captured: graphs of one stream are captured on one other.
-        seen: how often each was called before it was captured; None where a capture failed or did not pay.
+        capturing: held during a capture, because all graphs of a device and stream are captured on one other stream.
+        seen: the number of calls of each signature before its capture; None where a capture failed or did not pay.
         captured: by call signature, the most recently used last.
     """
 
@@ -185,40 +185,40 @@ class Signatures(Generic[C]):
         self._counts = threading.Lock()
 
     def find(self, key: Hashable) -> tuple[C | None, bool]:
-        """Its captured graphs, or None and whether they are due; counts this call."""
+        """The captured graphs of a signature, or None and whether to capture now; counts this call."""
         with self._counts:
-            found = self.captured.pop(key, None)
-            if found is not None:
-                self.captured[key] = found
-                return found, False
+            captured = self.captured.pop(key, None)
+            if captured is not None:
+                self.captured[key] = captured
+                return captured, False
             count = self.seen.pop(key, 0)
             self.seen[key] = None if count is None else count + 1
-            if len(self.seen) > _KNOWN:
+            if len(self.seen) > _MAX_COUNTED:
                 del self.seen[next(iter(self.seen))]
-            return None, count is not None and count >= _BEFORE
+            return None, count is not None and count >= _CALLS_BEFORE_CAPTURE
 
     def refuse(self, key: Hashable) -> None:
-        """Launch it from now on."""
+        """Launch the calls of this signature from now on."""
         with self._counts:
             self.captured.pop(key, None)
             self.seen[key] = None
 
     def capture(self, key: Hashable, where: Where, make: Callable[[Pool], C]) -> C | None:
-        """The graphs that ``make`` captures in a pool of this place; None where it raises."""
+        """The graphs that ``make`` captures in the pool of this place; None where it raises."""
         with self._counts:
             if len(self.captured) >= MOST:
                 oldest = next(iter(self.captured))
                 if self.captured.pop(oldest).replays < WORTH:
                     self.seen[oldest] = None
-            # a pool is gone with the last graph that has it
+            # a pool is freed with the last graph that holds it
             pool = next((x.pool for x in self.captured.values() if x.where == where), None) or Pool()
         try:
-            found = make(pool)
+            captured = make(pool)
         except RuntimeError as error:
             _log.debug("a call is not replayed: %s", error)
             self.refuse(key)
             return None
         with self._counts:
             self.seen.pop(key, None)
-            self.captured[key] = found
-        return found
+            self.captured[key] = captured
+        return captured

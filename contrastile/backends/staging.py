@@ -1,7 +1,7 @@
-"""Copies of features between where they are kept and the device that computes, overlapped with its work.
+"""Copies of features between their home device and the device that computes, overlapped with its work.
 
 On CUDA each direction has its own stream and page-locked memory, and the host waits only at the end of a pass. Features
-that are kept on the device, or a device that is the CPU, take the same code.
+at home on the computing device, and a CPU as computing device, use the same code.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch import Tensor
 
 
 class Queue:
-    """Work in the order in which it was queued. This one is the host: every copy is done when it returns."""
+    """A queue of work that runs in order. This class runs it on the host: every copy is done when it returns."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Queue a copy; neither tensor's memory goes to anybody else before it is done."""
+        """Queue a copy; neither tensor's memory is reused before the copy is done."""
         target.copy_(source)
 
     def wait(self, event: Any) -> None:
-        """Queue nothing more before the event; None has happened already."""
+        """Make later work wait for the event; None is an event that has happened."""
 
     def record(self) -> Any:
-        """The event that all work queued until now is done."""
+        """An event that happens when all work queued until now is done."""
         return None
 
 
@@ -36,11 +36,11 @@ class _Stream(Queue):
     def copy(self, source: Tensor, target: Tensor) -> None:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-        for x in (source, target):
-            # the pool of another stream would give its memory away as soon as nobody holds it; torch's pool of
-            # page-locked memory knows of the copy by itself
-            if x.is_cuda:
-                x.record_stream(self._stream)
+        for tensor in (source, target):
+            # otherwise the pool of another stream would reuse the memory as soon as nobody holds the tensor; torch's
+            # pool of page-locked memory tracks the copy itself
+            if tensor.is_cuda:
+                tensor.record_stream(self._stream)
 
     def wait(self, event: Any) -> None:
         if event is not None:
@@ -51,7 +51,7 @@ class _Stream(Queue):
 
 
 def queues(device: torch.device) -> tuple[Queue, Queue, Queue]:
-    """Queues of a device: its current stream, copies to it, copies from it."""
+    """The queues of a device: its current stream, copies to the device, copies from the device."""
     if device.type != "cuda":
         return Queue(), Queue(), Queue()
     copies: Any = torch.cuda.Stream
@@ -59,7 +59,7 @@ def queues(device: torch.device) -> tuple[Queue, Queue, Queue]:
 
 
 class Pinned:
-    """Page-locked memory for one tensor at a time, used again once it has been copied."""
+    """Page-locked memory for one tensor at a time, reused once that tensor has been copied."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
@@ -68,7 +68,7 @@ class Pinned:
     def hold(self, x: Tensor) -> Tensor:
         """X itself if the device can fetch it asynchronously; else a copy in page-locked memory.
 
-        The host waits until what was held before has been copied.
+        The host waits until the tensor held before has been copied.
         """
         if x.device.type != "cpu" or (x.is_contiguous() and x.is_pinned()):
             return x
@@ -79,19 +79,19 @@ class Pinned:
         return self._memory[: len(x)].copy_(x)
 
     def sent(self, event: Any) -> None:
-        """Say what event ends the copy of what is held."""
+        """Set the event that ends the copy of the held tensor."""
         self._sent = event
 
 
 class Buffer:
-    """Room for some rows of a matrix on the device.
+    """Memory for some rows of a matrix on the device.
 
     Attributes:
-        memory: all of it.
-        rows: how many of its rows are in use.
-        loaded: the event of their arrival.
-        stored: the event after which the rows last stored from it may be written over.
-        pinned: where they pass through on their way from memory that is not page-locked.
+        memory: all rows.
+        rows: the number of rows in use.
+        loaded: the event after which the rows in use are loaded.
+        stored: the event after which the rows last stored from the buffer may be overwritten.
+        pinned: page-locked memory, through which rows are loaded that are not page-locked.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -102,10 +102,10 @@ class Buffer:
 
 
 class Staging:
-    """The copies of one pass between ``home`` and ``device``; the work is that of the device's current stream.
+    """The copies of one pass between ``home`` and ``device``; the device's current stream does the work.
 
-    A load waits for the work and the stores queued before it, so that a buffer that they use may be loaded again;
-    a store waits for the work queued before it.
+    A load waits for the work and the stores queued before it, so that a buffer in use may be loaded again; a store
+    waits for the work queued before it.
     """
 
     def __init__(self, device: torch.device, home: torch.device) -> None:
@@ -125,13 +125,13 @@ class Staging:
         """Start to copy rows from home into a buffer."""
         self._loads.wait(self._work.record())
         self._loads.wait(self._stores.record())
-        held = buffer.pinned.hold(source) if self.device.type == "cuda" else source
-        self._loads.copy(held, buffer.memory[: len(source)])
+        pinned = buffer.pinned.hold(source) if self.device.type == "cuda" else source
+        self._loads.copy(pinned, buffer.memory[: len(source)])
         buffer.rows, buffer.loaded = len(source), self._loads.record()
         buffer.pinned.sent(buffer.loaded)
 
     def arrived(self, buffer: Buffer) -> Tensor:
-        """The rows in a buffer; the work that is queued from now on finds them there."""
+        """The rows in a buffer; work that is queued later waits until they are loaded."""
         self._work.wait(buffer.loaded)
         return buffer.memory[: buffer.rows]
 
@@ -142,7 +142,7 @@ class Staging:
         return buffer.memory[:rows].zero_()
 
     def store(self, x: Tensor, target: Tensor, buffer: Buffer | None = None) -> None:
-        """Start to copy x home; it is, or may be, in the memory of the buffer."""
+        """Start to copy x home; x may be in the memory of the buffer."""
         self._stores.wait(self._work.record())
         self._stores.copy(x, target)
         if buffer is not None:

@@ -21,8 +21,8 @@ def call(
     begin()
     for name in ("known", "a", "known", "b", "a"):
         if name != "known" and name not in compiled:
-            assert compiling.postponed(name, lambda name=name: (compile_one(), compiled.add(name)))
-        elif not compiling.here.missing:
+            assert compiling.postpone(name, lambda name=name: (compile_one(), compiled.add(name)))
+        elif not compiling.current_call.missing:
             launched.append(name)
 
 

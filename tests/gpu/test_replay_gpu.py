@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 
 BACKENDS = [name for name in ("triton", "cupy", "torch") if available()[name] is None]
 M, D = 515, 88
-TIMES = replay._BEFORE + 4
+TIMES = replay._CALLS_BEFORE_CAPTURE + 4
 
 
 def leaves(seed: int) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import cupy
 
-from contrastile.backends.compiling import here, side_by_side
+from contrastile.backends.compiling import current_call, side_by_side
 from contrastile.backends.contract import Block, Options, SideStatistics, Statistics
 from contrastile.backends.cupy.arguments import struct
 from contrastile.backends.cupy.arrays import ARRAYS
@@ -37,7 +37,7 @@ def lse(block: Block, columns: bool, options: Options, *, keep: bool = False) ->
     with on_device(block.rows):
         one = _ForwardPass(block, columns, options, keep)
         found = one.run()
-        if keep and here.missing:
+        if keep and current_call.missing:
             # gradients will be asked for
             one.tiles.lacks_gradients(narrow=one.narrow, kept=one.kept is not None)
         return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from contrastile.backends.compiling import here
+from contrastile.backends.compiling import current_call
 from contrastile.backends.contract import Options
 from contrastile.backends.cupy.arguments import constant, struct
 from contrastile.backends.cupy.common import PLAN_BYTES, THREADS
@@ -102,7 +102,7 @@ class KeptExponentials:
     def spend(self) -> None:
         """Nobody may take for them what is about to be written in their place."""
         # where kernels are missing nothing is written either: see ``compiling.side_by_side``
-        if not here.missing:
+        if not current_call.missing:
             self.plan.data.memset_async(255, PLAN_BYTES)
 
     def part(self, chunk: Chunk) -> Any:

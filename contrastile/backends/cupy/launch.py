@@ -13,7 +13,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from contrastile.backends.compiling import here, postponed
+from contrastile.backends.compiling import current_call, postpone
 from contrastile.backends.cupy import build
 from contrastile.backends.cupy.build import Instance
 
@@ -37,7 +37,7 @@ def launch(instance: Instance, blocks: int, threads: int, *parameters: Any, shar
         *parameters: structures or bytes, each passed by value.
         shared: bytes of dynamic shared memory.
     """
-    if (here.missing or instance not in _loaded) and lacks(instance):
+    if (current_call.missing or instance not in _loaded) and lacks(instance):
         return
     kernel = _kernel(instance, shared, cupy.cuda.get_device_id())
     kernel((blocks,), (threads,), tuple(map(_by_value, parameters)), shared_mem=shared)
@@ -46,7 +46,7 @@ def launch(instance: Instance, blocks: int, threads: int, *parameters: Any, shar
 def lacks(instance: Instance) -> bool:
     """Whether a kernel must wait for its own compilation, which this begins, or for that of others."""
     compile_one = partial(build.cubin, instance, build.architecture_name(capability(cupy.cuda.get_device_id())))
-    return instance in _loaded or postponed(instance, compile_one)
+    return instance in _loaded or postpone(instance, compile_one)
 
 
 def _by_value(parameter: Any) -> Any:

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from contrastile.backends.compiling import here, postponed
+from contrastile.backends.compiling import current_call, postpone
 from contrastile.backends.triton.configs import INTERPRETED
 
 _KNOWN = ("3.6.", "3.7.")
@@ -65,9 +65,9 @@ class Kernel:
         key = None if own_way else self.key(args, named)
         found = None if key is None else self.compiled.get(key)
         if key is not None and found is None and not torch.cuda.is_current_stream_capturing():
-            if postponed((self, key), partial(self._compile, key[0], args, named)):
+            if postpone((self, key), partial(self._compile, key[0], args, named)):
                 return
-        elif here.missing:
+        elif current_call.missing:
             return
         if found is not None and key is not None:
             run, function, metadata, others = found
