@@ -1,7 +1,7 @@
-"""The structs that cross to the kernels, read from the headers that declare them: they are said once.
+"""The structs that the kernels take, read from the headers that declare them, so that each is declared once.
 
-``struct("FoldArguments")`` is the ctypes structure of ``FoldArguments`` in ``cuda/arguments*.cuh``; what each field
-means is said there. A test compiles that sizes and offsets agree with C++.
+``struct("FoldArguments")`` is the ctypes structure of ``FoldArguments`` in ``cuda/arguments*.cuh``, which documents the
+fields. A test compiles code that compares sizes and offsets with C++.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ _FIELD = re.compile(r"(?:const )?(?P<type>[A-Za-z_][\w ]*?)(?P<pointer>\*?) (?P<
 
 @cache
 def structs() -> dict[str, type[ctypes.Structure]]:
-    """Every struct of the headers by its name.
+    """Every struct of the headers, by its name.
 
     Raises:
-        ValueError: a field is declared in a way that is not understood.
+        ValueError: the declaration of a field cannot be parsed.
     """
-    found: dict[str, type[ctypes.Structure]] = {}
+    known: dict[str, type[ctypes.Structure]] = {}
     for header in HEADERS:
         text = re.sub(r"//[^\n]*", "", (SOURCES / header).read_text(encoding="utf-8"))
         for name, body in _STRUCT.findall(text):
-            declared = [" ".join(line.split()) for line in body.split(";")]
-            fields = [field for line in declared if line for field in _fields(line, found, f"{name} in {header}")]
-            found[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
-    return found
+            lines = [" ".join(line.split()) for line in body.split(";")]
+            fields = [field for line in lines if line for field in _fields(line, known, f"{name} in {header}")]
+            known[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return known
 
 
 def _fields(line: str, known: dict[str, type[ctypes.Structure]], where: str) -> list[tuple[str, Any]]:
     match = _FIELD.fullmatch(line)
-    kind = None if match is None else ctypes.c_void_p if match["pointer"] else {**_PLAIN, **known}.get(match["type"])
-    if match is None or kind is None:
+    ctype = None if match is None else ctypes.c_void_p if match["pointer"] else {**_PLAIN, **known}.get(match["type"])
+    if match is None or ctype is None:
         raise ValueError(f"a field must be a pointer, a number or a struct declared before, got {line!r} of {where}")
-    return [(name, kind) for name in match["names"].split(", ")]
+    return [(name, ctype) for name in match["names"].split(", ")]
 
 
 @cache
@@ -66,5 +66,5 @@ def constant(name: str) -> int:
 
 @cache
 def struct(name: str) -> Any:
-    """The structure of this name; called with fields by name, it leaves the others 0 and null."""
+    """The structure of this name. Fields that its constructor does not receive are 0 or null."""
     return structs()[name]

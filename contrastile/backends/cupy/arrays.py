@@ -1,4 +1,4 @@
-"""CuPy arrays with the O(b d) passes fused: they are a visible share of a whole step at small widths."""
+"""CuPy arrays with fused O(b d) passes, which take a considerable share of a step at small widths."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _NLL_DTYPES = ["float64"] * 3 + ["float32"] * 2
 
 
 def added(parts: Array, dtype: str = "float64") -> Array:
-    """The sum of a list of float64, 0-d, rounded once to ``dtype``, float64 or float32; on the current device."""
+    """The sum of a float64 vector, 0-d, rounded once to ``dtype``, float64 or float32; on the current device."""
     out = empty(dtype=dtype)
-    into = {"out" if dtype == "float64" else "rounded": pointer(out)}
-    arguments = struct("AddDoublesArguments")(parts=pointer(parts), length=parts.size, **into)
+    output = {"out" if dtype == "float64" else "rounded": pointer(out)}
+    arguments = struct("AddDoublesArguments")(parts=pointer(parts), length=parts.size, **output)
     launch(instance("scale_cast", "add_doubles"), 1, ONE_BLOCK, arguments)
     return out
 
@@ -32,10 +32,10 @@ def scale_cast(x: Array, out: Array, factor: int | None, shares: int = 1) -> Non
     """``out = x factor``, both contiguous, rounded once to out's dtype.
 
     Args:
-        x: of out's shape, or (shares, *shape), which are added.
-        out: is written.
-        factor: its address on the device.
-        shares: how many.
+        x: of out's shape, or (shares, *shape), whose shares are added.
+        out: the result.
+        factor: the factor's address on the device.
+        shares: the number of shares.
     """
     arguments = struct("ScaleCastArguments")(
         x=pointer(x), out=pointer(out), size=out.size, factor=factor, shares=shares
@@ -68,25 +68,25 @@ class FusedArrays(CupyArrays):
         """``log(exp a + exp b)``, guarded, in one kernel in place of ten."""
         if a.size == 0 or a.shape != b.shape or {self.dtype(a), self.dtype(b)} != {"float64"}:
             return super().merge(a, b)
-        given = [cupy.ascontiguousarray(x) for x in (a, b)]
+        lses = [cupy.ascontiguousarray(x) for x in (a, b)]
         with on_device(a):
             out = cupy.empty(a.shape, dtype="float64")
-            arguments = struct("MergeLseArguments")(*map(pointer, (*given, out)), length=a.size)
+            arguments = struct("MergeLseArguments")(*map(pointer, (*lses, out)), length=a.size)
             launch(instance("weighted_nll", "merge_lse"), ceil_div(a.size, THREADS), THREADS, arguments)
         return out
 
     def loss(self, dtype: str, *sides: Sequence[Array]) -> Array:
-        """``sum_i w_i nll_i`` over one or two sides: sums of a few rows, and theirs."""
-        given = [[cupy.ascontiguousarray(x) for x in side] for side in sides]
-        lengths = [side[0].size for side in given]
-        if 0 in lengths or any([self.dtype(x) for x in side] != _NLL_DTYPES for side in given):
-            return super().loss(dtype, *given)
-        with on_device(given[0][0]):
+        """``sum_i w_i nll_i`` over one or two sides: partial sums over a few rows, and the sum of these."""
+        contiguous_sides = [[cupy.ascontiguousarray(x) for x in side] for side in sides]
+        lengths = [side[0].size for side in contiguous_sides]
+        if 0 in lengths or any([self.dtype(x) for x in side] != _NLL_DTYPES for side in contiguous_sides):
+            return super().loss(dtype, *contiguous_sides)
+        with on_device(contiguous_sides[0][0]):
             blocks = sum(ceil_div(length, TERMS) for length in lengths)
             parts = empty(blocks, dtype="float64")
             structs = [
                 struct("LossSide")(*map(pointer, side), length=length)
-                for side, length in zip(given, lengths, strict=True)
+                for side, length in zip(contiguous_sides, lengths, strict=True)
             ]
             arguments = struct("WeightedNllArguments")(*structs, out=pointer(parts))
             launch(instance("weighted_nll", "weighted_nll"), blocks, ONE_BLOCK, arguments)

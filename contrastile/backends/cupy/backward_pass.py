@@ -1,7 +1,7 @@
 """``gradients`` and its finished forms: G chunk by chunk into a fixed workspace, then two products.
 
-Rows whose exponentials the forward pass has kept come first, all at once and without G: see ``keeping``. Where only the
-rows' gradient is wanted, of narrow features on Hopper, one kernel forms G and multiplies it, and G is never in memory.
+Rows whose exponentials the forward pass kept come first, all at once and without G: see ``keeping``. If only the rows'
+gradient of narrow features is requested, on Hopper, one kernel forms G and multiplies it, and G is never in memory.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def gradients(
     options: Options,
 ) -> None:
     """Adds G K and G^T Q: see ``contract.Backend``."""
-    wanted = row_gradient is not None or column_gradient is not None
-    if wanted and block.rows.shape[0] and block.columns.shape[0]:
+    is_requested = row_gradient is not None or column_gradient is not None
+    if is_requested and block.rows.shape[0] and block.columns.shape[0]:
         # the kernel that adds to the rows' gradient writes along its rows
-        dense = row_gradient is not None and row_gradient.strides[1] == row_gradient.itemsize
+        has_dense_rows = row_gradient is not None and row_gradient.strides[1] == row_gradient.itemsize
         with on_device(block.rows):
-            one = _BackwardPass(block, weights, options, only_rows=dense and column_gradient is None)
-            columns = None if column_gradient is None else _Columns(one, "sums", column_gradient)
-            one.add_gradients(row_gradient, columns)
+            backward_pass = _BackwardPass(block, weights, options, only_rows=has_dense_rows and column_gradient is None)
+            columns = None if column_gradient is None else _Columns(backward_pass, "sums", column_gradient)
+            backward_pass.add_gradients(row_gradient, columns)
 
 
 @side_by_side
@@ -69,8 +69,8 @@ def finished(
         return no_gradients(block, columns, ARRAYS)
     with on_device(block.rows):
         kept = KeptExponentials.of(weights.kept, block.columns.shape[0])
-        one = _BackwardPass(block, weights, options, upstream, kept, only_rows=columns is None)
-        return one.final_gradients(columns)
+        backward_pass = _BackwardPass(block, weights, options, upstream, kept, only_rows=columns is None)
+        return backward_pass.final_gradients(columns)
 
 
 def finished_columns(block: Block, weights: Weights, row_gradient: Array, options: Options) -> Array:
@@ -78,42 +78,42 @@ def finished_columns(block: Block, weights: Weights, row_gradient: Array, option
     if block.rows.shape[0] == 0 or block.columns.shape[0] == 0:
         return no_gradients(block, "gradient", ARRAYS).columns
     with on_device(block.rows):
-        one = _BackwardPass(block, weights, options, only_rows=False)
-        columns = _Columns(one, "gradient")
-        one.add_gradients(row_gradient, columns)
-        return columns.done()
+        backward_pass = _BackwardPass(block, weights, options, only_rows=False)
+        columns = _Columns(backward_pass, "gradient")
+        backward_pass.add_gradients(row_gradient, columns)
+        return columns.result()
 
 
 def scale_gradient(plan: Any, x: Any, divide: bool) -> None:
-    """Multiply x, float32, by the plan's gradient scale, or divide it by that; in place."""
+    """Multiply x, float32, by the plan's gradient scale, or divide x by it; in place."""
     start = PLAN.gradient_scale.offset
     (cupy.divide if divide else cupy.multiply)(x, plan[start : start + 4].view("float32"), out=x)
 
 
 class _SideVectors:
-    """One side's log-sum-exps, weights and targets, and the vectors of the epilogue that come of them.
+    """One side's log-sum-exps, weights and targets, and the vectors of the epilogue that are computed from them.
 
     Attributes:
         length: the number of rows or columns.
-        vectors: log, weight and folded of ``GradientSide``, where ids name positives also taken and certain; None for
-            a loss of one direction.
+        vectors: log, weight and folded of ``GradientSide``, and where ids name positives also taken and certain; None
+            for the columns of a loss of one direction.
     """
 
-    def __init__(self, given: SideWeights | None, by_ids: bool) -> None:
+    def __init__(self, weights: SideWeights | None, by_ids: bool) -> None:
         share: Any = None
-        if given is not None and given.bars is not None:
-            given, share = normalised(ARRAYS, given, "float32")
-        vectors: tuple[Any, ...] = () if given is None else (*given[:4], share)
-        self.given, self.by_ids = [contiguous(x) for x in vectors], by_ids
-        self.length = 0 if given is None else given.weight.shape[0]
-        self.vectors = None if given is None else empty((8 if by_ids else 3) * self.length)
+        if weights is not None and weights.bars is not None:
+            weights, share = normalised(ARRAYS, weights, "float32")
+        vectors: tuple[Any, ...] = () if weights is None else (*weights[:4], share)
+        self.inputs, self.by_ids = [contiguous(x) for x in vectors], by_ids
+        self.length = 0 if weights is None else weights.weight.shape[0]
+        self.vectors = None if weights is None else empty((8 if by_ids else 3) * self.length)
 
     def weights(self) -> Any:
-        """As the precheck takes it."""
-        return struct("WeightSide")(*map(pointer, self.given))
+        """The struct that the precheck takes."""
+        return struct("WeightSide")(*map(pointer, self.inputs))
 
     def epilogue(self) -> Any:
-        """As the tile kernels take it."""
+        """The struct that the tile kernels take."""
         return struct("GradientSide")(*(pointer(self.vectors, k * self.length) for k in range(5 if self.by_ids else 3)))
 
 
@@ -138,19 +138,19 @@ class _BackwardPass:
         by_ids = self.tiles.mask == TARGET
         self.row, self.column = _SideVectors(weights.rows, by_ids), _SideVectors(weights.columns, by_ids)
         self.entries = None if self.tiles.pairs.positives is None else empty(self.m)
-        self.dtype, size = self.tiles.dtype, self.tiles.rows.itemsize
+        self.dtype, itemsize = self.tiles.dtype, self.tiles.rows.itemsize
         self.factors = None if kept is None else Factors(kept, self.m, self.n, weights.columns is not None)
         self.start = 0 if kept is None else kept.rows
-        usual = kept is None and block.values is None and options.tile is None
-        self.narrow = only_rows and usual and self.tiles.narrow
+        is_plain = kept is None and block.values is None and options.tile is None
+        self.narrow = only_rows and is_plain and self.tiles.narrow
         if self.narrow:
             self.height, self.width = narrow_rows(self.m, options), self.n
         else:
-            # where everything is kept, no chunk is left
-            rest = max(1, self.m - self.start)
+            # at least 1: where every row is kept, no chunk follows
+            other_rows = max(1, self.m - self.start)
             step = self.tiles.family.step
-            self.height, self.width = backward_chunk(rest, self.n, size, step, options)
-            # G of the other rows overwrites what was kept, unless memory for that was asked for
+            self.height, self.width = backward_chunk(other_rows, self.n, itemsize, step, options)
+            # G of the other rows overwrites the kept exponentials, unless the caller requested memory for them
             self.place: Any = None
             if kept is not None and self.start < self.m and not is_keep_given(options):
                 self.place = kept.place(self.width)
@@ -159,13 +159,13 @@ class _BackwardPass:
         self._precheck(upstream)
 
     def _precheck(self, upstream: Array | None) -> None:
-        """Decide on the path, and prepare the vectors of the epilogue."""
+        """Launch the kernels that choose the path and prepare the vectors of the epilogue."""
         lengths = self.m, self.column.length
         blocks = sum(ceil_div(x, LANES) for x in lengths)
         peaks, pairs = empty(8 * blocks), self.tiles.pairs
-        given = {"bias": pointer(self.block.bias), "upstream": pointer(upstream)}
-        given |= {"row": self.row.weights(), "column": self.column.weights()}
-        bounds = struct("WeightBoundsArguments")(m=self.m, n=self.n, peaks=pointer(peaks), **given)
+        shared = {"bias": pointer(self.block.bias), "upstream": pointer(upstream)}
+        shared |= {"row": self.row.weights(), "column": self.column.weights()}
+        bounds = struct("WeightBoundsArguments")(m=self.m, n=self.n, peaks=pointer(peaks), **shared)
         launch(instance("weight_bounds", "weight_bounds"), blocks, THREADS, bounds)
         scales = struct("EpilogueScalesArguments")(
             peaks=pointer(peaks),
@@ -183,54 +183,54 @@ class _BackwardPass:
             by_ids=self.row.by_ids,
             half=self.dtype == "float16",
             exact=self.tiles.exact,
-            **given,
+            **shared,
             **({} if self.factors is None else self.factors.epilogue_arguments()),
         )
-        # what goes with kept exponentials is longer, by no more than fills the last block of each side
+        # vectors for kept exponentials are padded, but only to the end of the last block of each side
         blocks = sum(ceil_div(x, THREADS) for x in lengths)
         launch(instance("epilogue_scales", "epilogue_scales"), blocks, THREADS, scales)
 
     def add_gradients(self, row_gradient: Any, columns: _Columns | None) -> None:
-        """Add to the gradients that are wanted."""
-        added = row_gradient, None if columns is None else columns.given
-        with gradient_scaling(added, self.dtype, partial(scale_gradient, self.plan)):
+        """Add to the requested gradients."""
+        accumulators = row_gradient, None if columns is None else columns.accumulator
+        with gradient_scaling(accumulators, self.dtype, partial(scale_gradient, self.plan)):
             if self.narrow:
                 self.tiles.narrow_gradient(self._arguments(Chunk(0, 0, self.m, self.n)), row_gradient, fresh=False)
                 return
             for g, chunk in self._chunks():
-                row, column, high, wide = chunk
+                row, column, height, width = chunk
                 if row_gradient is not None:
-                    k = self.multiplied[1][column : column + wide]
-                    self.products.accumulate(row_gradient[row : row + high], g, k)
+                    k = self.multiplied[1][column : column + width]
+                    self.products.accumulate(row_gradient[row : row + height], g, k)
                 if columns is not None:
                     columns.add(g, chunk)
 
     def final_gradients(self, form: ColumnForm | None) -> Finished:
-        """Both gradients, overwriting and not adding."""
+        """Compute both gradients, overwriting instead of adding."""
         out = cupy.empty(self.tiles.rows.shape, self.tiles.rows.dtype)
         rows, columns = _Rows(self, out), _Columns(self, form)
         if self.factors is not None:
-            self._kept_rows(self.factors, rows, columns)
+            self._process_kept_rows(self.factors, rows, columns)
         if self.narrow:
-            self._narrow_rows(rows)
+            self._process_narrow_rows(rows)
         elif self.start < self.m:
-            self._other_rows(rows, columns)
-        # only now: the workspace is free, and its memory holds the columns' gradient
-        return Finished(out, columns.done(), rows.inner)
+            self._process_other_rows(rows, columns)
+        # after all chunks, because the columns' gradient may take the memory of the workspace
+        return Finished(out, columns.result(), rows.inner)
 
-    def _narrow_rows(self, rows: _Rows) -> None:
-        """The rows' gradient, without a G in memory."""
+    def _process_narrow_rows(self, rows: _Rows) -> None:
+        """Compute the rows' gradient without G in memory."""
         sums = workspace(self.height, self.tiles.rows.shape[1], "float32")
         for chunk in chunks(self.m, self.n, self.height, self.n):
             part = sums[: chunk.height]
             self.tiles.narrow_gradient(self._arguments(chunk), part, fresh=True)
             rows.finalize(part, chunk.row)
 
-    def _kept_rows(self, factors: Factors, rows: _Rows, columns: _Columns) -> None:
-        """The rows whose exponentials are kept, which begin the columns' sums."""
+    def _process_kept_rows(self, factors: Factors, rows: _Rows, columns: _Columns) -> None:
+        """Process the rows whose exponentials are kept. They begin the columns' sums."""
         factors.set_positives(self.tiles, self.plan, self.entries)
-        # nothing, where the exponentials stand for G
-        self._tiles(factors.kept.exponentials, Chunk(0, 0, self.start, self.n), in_place_of_kept=True)
+        # returns at once where the exponentials can be used in place of G
+        self._form_tiles(factors.kept.exponentials, Chunk(0, 0, self.start, self.n), in_place_of_kept=True)
         width = self.tiles.rows.shape[1]
         shares = weighted_shares(self.start, width, self.n)
         sums = workspace(shares * self.start, width, "float32")
@@ -241,33 +241,33 @@ class _BackwardPass:
         if self.place is not None:
             factors.kept.spend()
 
-    def _other_rows(self, rows: _Rows, columns: _Columns) -> None:
-        """The other rows, finalized as soon as their sums are complete, while they may still be in the cache."""
+    def _process_other_rows(self, rows: _Rows, columns: _Columns) -> None:
+        """Process the other rows. Each is finalized when its sums are complete, which may still be in the cache."""
         sums = workspace(self.height, self.tiles.rows.shape[1], "float32")
         for g, chunk in self._chunks():
-            row, column, high, wide = chunk
-            part = sums[:high]
-            self.products.accumulate(part, g, self.tiles.columns[column : column + wide], fresh=column == 0)
-            if column + wide == self.n:
+            row, column, height, width = chunk
+            part = sums[:height]
+            self.products.accumulate(part, g, self.tiles.columns[column : column + width], fresh=column == 0)
+            if column + width == self.n:
                 rows.finalize(part, row)
             columns.add(g, chunk)
 
     def _chunks(self) -> Iterator[tuple[Any, Chunk]]:
-        """G of each chunk, formed in the one workspace, and where it lies."""
-        space = self.place
-        if space is None:
-            space = workspace(self.height, self.width, self.tiles.rows.dtype)
+        """Form G of each chunk in the same workspace, and yield it with the chunk."""
+        memory = self.place
+        if memory is None:
+            memory = workspace(self.height, self.width, self.tiles.rows.dtype)
         for chunk in chunks(self.m, self.n, self.height, self.width, self.start):
-            g = space[: chunk.height, : chunk.width]
-            self._tiles(g, chunk)
+            g = memory[: chunk.height, : chunk.width]
+            self._form_tiles(g, chunk)
             yield g, chunk
 
-    def _tiles(self, g: Any, chunk: Chunk, *, in_place_of_kept: bool = False) -> None:
+    def _form_tiles(self, g: Any, chunk: Chunk, *, in_place_of_kept: bool = False) -> None:
         where = {"g": pointer(g), "g_stride": row_stride(g), "in_place_of_kept": in_place_of_kept}
         self.tiles.run("gradient", self._arguments(chunk, **where), g)
 
     def _arguments(self, chunk: Chunk, **where: Any) -> Any:
-        """How G of a chunk is formed, and where it goes if anywhere."""
+        """The arguments that form G of a chunk; ``where`` has the output's, if G is stored."""
         return struct("GradientArguments")(
             **self.tiles.common(chunk),
             plan=pointer(self.plan),
@@ -279,78 +279,78 @@ class _BackwardPass:
 
 
 class _Rows:
-    """The rows' side of ``final_gradients``: their gradient, and their part of the scale's."""
+    """The rows' side of ``final_gradients``: their gradient, and ``Finished.inner``."""
 
     def __init__(self, owner: _BackwardPass, out: Any) -> None:
         self.owner, self.out = owner, out
-        # of each launch below: of the rows that are kept, and of each chunk of the others
+        # heights of the launches of ``finalize``: the kept rows, and each chunk of the others
         heights = [
             owner.start,
             *(min(owner.height, owner.m - row) for row in range(owner.start, owner.m, owner.height)),
         ]
-        self.total, self.done = sum(ceil_div(high, LINES) for high in heights), 0
+        self.total, self.result = sum(ceil_div(height, LINES) for height in heights), 0
         self.parts, self.inner = empty(self.total, dtype="float64"), empty(dtype="float64")
 
     def finalize(self, sums: Any, row: int, shares: int = 1) -> None:
-        """Write the gradient of the rows from ``row`` on, of which these are the complete sums; in their order.
+        """Write the gradient of the rows from ``row`` on, from their complete sums. Calls must follow the rows' order.
 
-        With more than one of the ``shares``, sums holds so many parts of the sums, one after the other.
+        ``sums`` holds ``shares`` parts, one after the other, which are added.
         """
-        features, high = self.owner.tiles.rows, sums.shape[0] // shares
+        features, height = self.owner.tiles.rows, sums.shape[0] // shares
         arguments = struct("FinalizeRowsArguments")(
             sums=matrix(sums),
-            features=matrix(features[row : row + high]),
-            out=matrix(self.out[row : row + high]),
-            m=high,
+            features=matrix(features[row : row + height]),
+            out=matrix(self.out[row : row + height]),
+            m=height,
             depth=features.shape[1],
             shares=shares,
             scale=pointer(self.owner.block.scale),
             plan=pointer(self.owner.plan),
             parts=pointer(self.parts),
-            first=self.done,
+            first=self.result,
             all_blocks=self.total,
             inner=pointer(self.inner),
         )
-        blocks = ceil_div(high, LINES)
+        blocks = ceil_div(height, LINES)
         launch(instance("finalize_rows", "finalize_rows", element(features)), blocks, THREADS, arguments)
-        self.done += blocks
+        self.result += blocks
 
 
 class _Columns:
-    """The columns' side: sums that are ``given`` and added to, or new ones.
+    """The columns' side: sums that are added to ``accumulator``, or new ones.
 
-    Where one chunk holds all rows, a single product makes a gradient of 16 bits itself and no sums are held; kept
-    exponentials begin sums. That of float32 is its sums times the scale, in place: what stands for a factor of 0 before
-    cuBLAS would show in it.
+    Where one chunk holds all rows, a single product writes a gradient of 16 bits, and no sums are held; kept
+    exponentials begin sums. A float32 gradient is always its sums times the scale, in place, because the number that
+    cuBLAS takes instead of a factor of 0 would be visible in float32.
     """
 
-    def __init__(self, owner: _BackwardPass, form: ColumnForm | None, given: Any = None) -> None:
-        self.owner, self.form, self.given = owner, form, given
-        shape, wide = (owner.n, owner.tiles.columns.shape[1]), owner.dtype == "float32"
-        alone = owner.start == 0 and owner.height >= owner.m
-        once = form is None or (form == "gradient" and alone and not wide)
-        # where all sums come at once, and are cast, they may come in parts
-        whole = form == "gradient" and owner.start == owner.m
-        self.shares = weighted_shares(*shape, owner.m) if whole else 1
-        self.sums = given
-        if given is None and not once:
+    def __init__(self, owner: _BackwardPass, form: ColumnForm | None, accumulator: Any = None) -> None:
+        self.owner, self.form, self.accumulator = owner, form, accumulator
+        shape, is_float32 = (owner.n, owner.tiles.columns.shape[1]), owner.dtype == "float32"
+        is_one_chunk = owner.start == 0 and owner.height >= owner.m
+        has_no_sums = form is None or (form == "gradient" and is_one_chunk and not is_float32)
+        # sums that one launch completes, and that are cast afterwards, may be divided into shares
+        can_share = form == "gradient" and owner.start == owner.m
+        self.shares = weighted_shares(*shape, owner.m) if can_share else 1
+        self.sums = accumulator
+        if accumulator is None and not has_no_sums:
             self.sums = cupy.empty((self.shares * owner.n, shape[1]), "float32")
         self.shape, dtype = shape, owner.tiles.columns.dtype
         self.out: Any = cupy.empty(shape, dtype) if form == "gradient" and self.sums is None else self.sums
 
     def add(self, g: Any, chunk: Chunk) -> None:
         """Add a chunk of G."""
-        row, column, high, wide = chunk
-        here, q = slice(column, column + wide), self.owner.multiplied[0][row : row + high]
+        row, column, height, width = chunk
+        column_range, q = slice(column, column + width), self.owner.multiplied[0][row : row + height]
         if self.sums is not None:
-            fresh = row == 0 and self.given is None
-            self.owner.products.accumulate(self.sums[here], g, q, transposed=True, fresh=fresh)
+            fresh = row == 0 and self.accumulator is None
+            self.owner.products.accumulate(self.sums[column_range], g, q, transposed=True, fresh=fresh)
         elif self.out is not None:
             factors = plan_field(self.owner.plan, "blas_scale"), plan_field(self.owner.plan, "zero")
-            self.owner.products.write(self.out[here], g, q, factors)
+            self.owner.products.write(self.out[column_range], g, q, factors)
 
-    def done(self) -> Any:
-        """What was asked for."""
+    def result(self) -> Any:
+        """The sums or the gradient, as ``form`` says."""
         plan, dtype = self.owner.plan, self.owner.tiles.columns.dtype
         if self.form == "sums" and self.owner.dtype == "float16":
             scale_gradient(plan, self.sums, divide=True)

@@ -22,7 +22,7 @@ OPTIONS = ("-std=c++17", "--ptxas-options=-v")
 
 
 class Instance(NamedTuple):
-    """One kernel to compile; each launch looks its own up, and a tuple is hashed at once.
+    """One kernel to compile: a tuple, because each launch looks its kernel up, and a tuple is hashed quickly.
 
     Attributes:
         file: its source in ``cuda/``.
@@ -35,12 +35,12 @@ class Instance(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What NVRTC made of an instance.
+    """An instance that NVRTC has compiled.
 
     Attributes:
         cubin: machine code.
-        kernel: the kernel's name in it.
-        log: what the compilers said.
+        kernel: the kernel's name in the cubin.
+        log: the messages of the compilers.
     """
 
     cubin: bytes
@@ -49,20 +49,20 @@ class Compiled:
 
 
 def architecture_name(capability: int) -> str:
-    """What NVRTC calls a compute capability times 10; Hopper's own instructions need the "a"."""
+    """NVRTC's name of a compute capability times 10; Hopper's own instructions need the "a"."""
     return f"sm_{capability}a" if capability == 90 else f"sm_{capability}"
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """Major and minor version of the NVRTC that is found."""
+    """Major and minor version of the installed NVRTC."""
     from cuda.bindings import nvrtc
 
-    major, minor = _call(nvrtc.nvrtcVersion())
+    major, minor = _check(nvrtc.nvrtcVersion())
     return int(major), int(minor)
 
 
 def compile_instance(instance: Instance, architecture: str) -> Compiled:
-    """The instance for an architecture ("sm_90a").
+    """Compile an instance for an architecture ("sm_90a").
 
     Raises:
         RuntimeError: it does not compile; the message holds the compiler's log.
@@ -71,30 +71,30 @@ def compile_instance(instance: Instance, architecture: str) -> Compiled:
 
     source = (SOURCES / instance.file).read_bytes()
     expression = f"contrastile::{instance.kernel}".encode()
-    # NVRTC's own cache gives the cubin without the log
+    # NVRTC's own cache would give the cubin without the log
     fresh = ("--no-cache",) if nvrtc_version() >= (13, 0) else ()
     options = [x.encode() for x in (*OPTIONS, *fresh, f"-arch={architecture}", f"-I{SOURCES}")]
-    program = _call(nvrtc.nvrtcCreateProgram(source, instance.file.encode(), 0, None, None))
+    program = _check(nvrtc.nvrtcCreateProgram(source, instance.file.encode(), 0, None, None))
     try:
-        _call(nvrtc.nvrtcAddNameExpression(program, expression))
+        _check(nvrtc.nvrtcAddNameExpression(program, expression))
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        log = _filled(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).rstrip(b"\0 \n").decode()
+        log = _read_buffer(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).rstrip(b"\0 \n").decode()
         if int(status):
             raise RuntimeError(f"NVRTC cannot compile {instance.kernel} of {instance.file} for {architecture}:\n{log}")
-        cubin = _filled(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
-        return Compiled(cubin, _call(nvrtc.nvrtcGetLoweredName(program, expression)).decode(), log)
+        cubin = _read_buffer(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+        return Compiled(cubin, _check(nvrtc.nvrtcGetLoweredName(program, expression)).decode(), log)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _filled(program: Any, size: Any, fill: Any) -> bytes:
-    buffer = b" " * int(_call(size(program)))
-    _call(fill(program, buffer))
+def _read_buffer(program: Any, get_size: Any, get_content: Any) -> bytes:
+    buffer = b" " * int(_check(get_size(program)))
+    _check(get_content(program, buffer))
     return buffer
 
 
-def _call(result: tuple[Any, ...]) -> Any:
-    """What a function of cuda-bindings returns behind its status.
+def _check(result: tuple[Any, ...]) -> Any:
+    """The results of a function of cuda-bindings, without its status.
 
     Raises:
         RuntimeError: the status is an error.
@@ -108,20 +108,20 @@ def _call(result: tuple[Any, ...]) -> Any:
 def cubin(instance: Instance, architecture: str) -> tuple[Path, str]:
     """The path of the instance's cubin and its kernel's name, from the cache on disk or compiled into it."""
     key = _key(instance, architecture)
-    found = disk.load(key)
-    if found is None:
-        made = compile_instance(instance, architecture)
-        found = keep(instance, architecture, made), made.kernel
-    return found
+    stored = disk.load(key)
+    if stored is None:
+        compiled = compile_instance(instance, architecture)
+        stored = keep(instance, architecture, compiled), compiled.kernel
+    return stored
 
 
-def keep(instance: Instance, architecture: str, made: Compiled) -> Path:
-    """Put what was compiled into the cache on disk."""
-    return disk.store(_key(instance, architecture), made.cubin, made.kernel)
+def keep(instance: Instance, architecture: str, compiled: Compiled) -> Path:
+    """Store a compiled instance in the cache on disk, and return its path."""
+    return disk.store(_key(instance, architecture), compiled.cubin, compiled.kernel)
 
 
 def _key(instance: Instance, architecture: str) -> str:
-    """A digest of everything that the cubin depends on."""
+    """A digest of all inputs of the cubin."""
     version = map(str, nvrtc_version())
     parts = [_sources(instance.file), *OPTIONS, architecture, instance.file, instance.kernel, *version]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -129,13 +129,13 @@ def _key(instance: Instance, architecture: str) -> str:
 
 @cache
 def _sources(file: str) -> str:
-    """A digest of a source and of all that it includes from ``cuda/``: a change elsewhere compiles nothing anew."""
-    digest, seen, waiting = hashlib.sha256(), {file}, [file]
-    while waiting:
-        name = waiting.pop()
+    """A digest of a source and of all files that it includes from ``cuda/``: other changes compile nothing anew."""
+    digest, visited, pending = hashlib.sha256(), {file}, [file]
+    while pending:
+        name = pending.pop()
         text = (SOURCES / name).read_bytes()
         digest.update(name.encode() + b"\0" + text + b"\0")
         included = [x.decode() for x in re.findall(rb'^\s*#\s*include\s+"(.+)"', text, re.MULTILINE)]
-        waiting += [x for x in dict.fromkeys(included) if x not in seen]
-        seen.update(included)
+        pending += [x for x in dict.fromkeys(included) if x not in visited]
+        visited.update(included)
     return digest.hexdigest()

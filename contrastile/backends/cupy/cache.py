@@ -1,7 +1,7 @@
 """Compiled kernels on disk: in the user's cache folder, readable and writable by the user alone.
 
-A cubin is code that will run with the user's rights, so nothing is loaded from a folder or a file that others own or
-may write, and what is read is what was written: its digest is kept beside it.
+A cubin is code that will run with the user's rights. So nothing is loaded from a folder or a file that others own or
+may write, and a digest beside each cubin verifies its bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 VARIABLE = "CONTRASTILE_CACHE_DIR"
-"""Environment variable that names another folder."""
+"""The environment variable that names another folder."""
 
 
 def folder() -> Path:
@@ -26,7 +26,7 @@ def folder() -> Path:
 
 
 def _scratch() -> Path:
-    """A folder of this process alone, for where the user's own cannot be used; it goes with the process."""
+    """A folder of this process, which replaces an unusable user's folder and is deleted with the process."""
     if not _held:
         _held.append(tempfile.TemporaryDirectory(prefix="contrastile-"))
     return Path(_held[0].name)
@@ -36,51 +36,51 @@ _held: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def load(key: str) -> tuple[Path, str] | None:
-    """The cubin's path and its kernel's name in it; None where there is none that can be trusted."""
-    for place in (folder(), *(Path(held.name) for held in _held)):
-        cubin, note = _names(place, key)
+    """The cubin's path and its kernel's name; None where there is no trustworthy cubin."""
+    for directory in (folder(), *(Path(held.name) for held in _held)):
+        cubin, note = _paths(directory, key)
         try:
-            if not all(_private(path) for path in (place, cubin, note)):
+            if not all(_is_private(path) for path in (directory, cubin, note)):
                 continue
-            said = json.loads(note.read_text(encoding="utf-8"))
-            if hashlib.sha256(cubin.read_bytes()).hexdigest() == said["sha256"]:
-                return cubin, str(said["kernel"])
+            facts = json.loads(note.read_text(encoding="utf-8"))
+            if hashlib.sha256(cubin.read_bytes()).hexdigest() == facts["sha256"]:
+                return cubin, str(facts["kernel"])
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return None
 
 
 def store(key: str, cubin: bytes, kernel: str) -> Path:
-    """Keep a cubin and the name of its kernel; the path it has from now on.
+    """Store a cubin and the name of its kernel, and return the cubin's path.
 
-    Each file appears whole or not at all, so that several processes may do this at once.
+    Files are replaced atomically, so that several processes may store at once.
     """
     note = json.dumps({"kernel": kernel, "sha256": hashlib.sha256(cubin).hexdigest()}).encode()
-    place = _usable() or _scratch()
-    for path, content in zip(_names(place, key), (cubin, note), strict=True):
-        with tempfile.NamedTemporaryFile(dir=place, delete=False) as file:
+    directory = _user_folder() or _scratch()
+    for path, content in zip(_paths(directory, key), (cubin, note), strict=True):
+        with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:
             file.write(content)
         os.replace(file.name, path)
-    return _names(place, key)[0]
+    return _paths(directory, key)[0]
 
 
-def _names(place: Path, key: str) -> tuple[Path, Path]:
-    return place / f"{key}.cubin", place / f"{key}.json"
+def _paths(directory: Path, key: str) -> tuple[Path, Path]:
+    return directory / f"{key}.cubin", directory / f"{key}.json"
 
 
-def _usable() -> Path | None:
-    """The user's folder, made if it is not there; None where it cannot be written or others may write it."""
-    place = folder()
+def _user_folder() -> Path | None:
+    """The user's folder, created if it does not exist; None where it is not writable or others may write it."""
+    directory = folder()
     try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return place if _private(place) and os.access(place, os.W_OK) else None
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return directory if _is_private(directory) and os.access(directory, os.W_OK) else None
     except OSError:
         return None
 
 
-def _private(path: Path) -> bool:
+def _is_private(path: Path) -> bool:
     """Whether the path is this user's and nobody else may write it."""
     if not hasattr(os, "getuid"):
         return path.exists()
-    found = path.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022

@@ -1,4 +1,4 @@
-"""Shared by the three primitives on the host: plans, matrices and scalars as the kernels take them."""
+"""Host code that the three primitives share: plans, matrices and scalars as the kernels take them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which tile kernels run where, their tiles, and how large a chunk of X is held at once.
+"""The tile kernels of each GPU, their tiles, and the size of a chunk of X.
 
-Chosen ahead, by measurement (``docs/benchmarks/gpu.md``): the same shapes give the same bits everywhere.
+They are fixed by measurement (``docs/benchmarks/gpu.md``): the same shapes give the same bits everywhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contrastile.backends.passes import backward_chunk, ceil_div, forward_chunk
 from contrastile.backends.settings import CUPY_KERNELS, workspace_bytes
 
 CUBLAS_BYTES = 32 * 2**20
-"""Workspace that cuBLAS is given for a pass: what NVIDIA recommends for Hopper."""
+"""Workspace of cuBLAS for a pass: the size that NVIDIA recommends for Hopper."""
 
 NARROW_SIDE, _ALL_SHARED = constant("NARROW_SIDE"), constant("ALL_SHARED")
 
@@ -24,10 +24,10 @@ class Family:
     """The tile kernels of one kind of GPU.
 
     Attributes:
-        name: what the kernels' names and files end in.
+        name: the suffix of the kernels' names and files.
         bm: rows of a tile.
         bn: columns of a tile.
-        threads: of a block.
+        threads: threads of a block.
         resident: blocks that share a multiprocessor: one's epilogue runs behind another's products.
         cluster: blocks that work together, on tiles above one another.
         maps: whether features and G are passed as tensor maps too.
@@ -62,7 +62,7 @@ class Family:
 
     @property
     def shared(self) -> int:
-        """Bytes of dynamic shared memory; Hopper's own kernels are each alone on a multiprocessor, and take all."""
+        """Bytes of dynamic shared memory; each of Hopper's own kernels has a multiprocessor alone, and takes all."""
         return _ALL_SHARED if self.stages is None else self.stages * 32768 + 10240
 
 
@@ -70,27 +70,27 @@ HOPPER = Family("sm90", bm=128, bn=192, threads=384, cluster=2, maps=True)
 AMPERE = Family("sm80", bm=128, bn=128, threads=128, resident=2, band=8, stages=2)
 
 _MULTIPROCESSORS = 132
-"""Of a Hopper GPU, here and on every other one: the same shapes give the same bits."""
+"""The number of a Hopper GPU, used on every GPU, so that the same shapes give the same bits."""
 
 _STEP_OF_ALL = 128 * 256 * 64 * _MULTIPROCESSORS
 _FIRST_STEPS, _ADDED_A_STEP = 5, 2**19
-"""Of products of kept exponentials: how much one step of all blocks multiplies, what a block takes beside its steps,
-and how many sums are added in the time of one."""
+"""Products of kept exponentials: multiplications in one step of all blocks, the overhead of a block in steps, and the
+number of sums that are added in the time of a step."""
 
-# the GPUs whose multiprocessors have 228 KiB of shared memory, room for three stages twice
+# the GPUs whose multiprocessors have 228 KiB of shared memory, enough for two blocks of three stages
 _THREE_STAGES = (90, 100, 103, 110)
 
 
 def uses_hopper_kernels() -> bool:
-    """Whether Hopper's own kernels are used on Hopper: unless a test sets CONTRASTILE_CUPY_KERNELS=sm80.
+    """Whether Hopper uses its own kernels: unless a test sets CONTRASTILE_CUPY_KERNELS=sm80.
 
     Raises:
-        ValueError: the environment names kernels that there are not.
+        ValueError: the environment names unknown kernels.
     """
-    given = os.environ.get(CUPY_KERNELS)
-    if given not in (None, "sm80"):
-        raise ValueError(f"{CUPY_KERNELS} must be sm80 or unset, got {given!r}; unset it for the GPU's own kernels")
-    return given is None
+    value = os.environ.get(CUPY_KERNELS)
+    if value not in (None, "sm80"):
+        raise ValueError(f"{CUPY_KERNELS} must be sm80 or unset, got {value!r}; unset it for the GPU's own kernels")
+    return value is None
 
 
 def kernel_family(dtype: str, capability: int, *, hopper: bool = True) -> Family:
@@ -98,8 +98,8 @@ def kernel_family(dtype: str, capability: int, *, hopper: bool = True) -> Family
 
     Args:
         dtype: name of the features' dtype.
-        capability: compute capability times 10. Hopper's instructions are Hopper's alone: newer GPUs lack them.
-        hopper: False to leave Hopper's own kernels aside.
+        capability: compute capability times 10. Only Hopper has the instructions of its kernels: newer GPUs lack them.
+        hopper: whether Hopper's own kernels may be used.
     """
     if capability == 90 and hopper and dtype != "float32":
         return HOPPER
@@ -107,10 +107,10 @@ def kernel_family(dtype: str, capability: int, *, hopper: bool = True) -> Family
 
 
 def narrow(width: int, family: Family) -> bool:
-    """Whether the rows' statistics and gradient, where they alone are wanted, have kernels of their own.
+    """Whether the rows' statistics and gradient, if no others are requested, have kernels of their own.
 
-    Those compute the logits of a symmetric block twice, and take little more than the time of its products. Of
-    narrower features they would multiply zeros, of wider ones the sums do not fit beside the logits.
+    These kernels compute the logits of a symmetric block twice, and take little more than the time of its products.
+    For narrower features they would multiply zeros; for wider ones, the sums do not fit beside the logits.
     """
     return family.maps and NARROW_SIDE // 2 < width <= NARROW_SIDE
 
@@ -120,9 +120,9 @@ class Shares:
     """How the kernels of narrow features divide the tiles of a chunk among their blocks: as ``Shares`` in CUDA.
 
     Attributes:
-        rows: tile rows.
-        blocks: of the grid.
-        most: no more blocks have a part of one tile row.
+        rows: the number of tile rows.
+        blocks: the number of blocks of the grid.
+        most: the largest number of blocks that share a tile row.
     """
 
     rows: int
@@ -131,10 +131,10 @@ class Shares:
 
     @staticmethod
     def of(height: int, width: int, multiprocessors: int) -> Shares:
-        """Of a chunk of (height, width), an equal share for each block."""
+        """An equal share of a chunk of (height, width) for each block."""
         rows, columns = ceil_div(height, NARROW_SIDE), ceil_div(width, NARROW_SIDE)
         blocks = min(multiprocessors, rows * columns)
-        # as many begin inside a tile row as fit in it, and one before
+        # the shares that begin in a tile row, and one that begins before it
         return Shares(rows, blocks, min(columns, ceil_div(blocks, rows) + 1))
 
 
@@ -149,25 +149,25 @@ def kept_rows(m: int, n: int, room: int) -> int:
     Args:
         m: rows of the block.
         n: its columns.
-        room: bytes that they may take.
+        room: bytes that the exponentials may take.
     """
     most, step = room // (2 * kept_stride(n)), HOPPER.step
-    return _whole(m, most, step) if most >= min(m, step) else 0
+    return _whole_units(m, most, step) if most >= min(m, step) else 0
 
 
 def weighted_blocks(lines: int, width: int) -> int:
-    """Blocks of a product of kept exponentials, (lines, width): two make 256 lines and columns together."""
+    """Blocks of a product of kept exponentials, (lines, width): two blocks compute 256 lines and columns together."""
     return 2 * ceil_div(lines, 256) * ceil_div(width, 256)
 
 
 def _weighted_steps(lines: int, width: int, depth: int, shares: int) -> float:
-    """The time of such a product over ``depth``, in steps of 64 of one block, with the addition of its shares."""
+    """The time of a product of kept exponentials over ``depth``, and of adding its shares, in steps of one block."""
     waves = ceil_div(weighted_blocks(lines, width) * shares, _MULTIPROCESSORS)
     return waves * (ceil_div(depth, 64 * shares) + _FIRST_STEPS) + shares * lines * width / _ADDED_A_STEP
 
 
 def weighted_shares(lines: int, width: int, depth: int) -> int:
-    """Into how many parts the contraction of such a product is divided, so that few multiprocessors idle at its end."""
+    """The number of shares of the contraction of such a product that leaves the fewest multiprocessors idle."""
     most = min(8, ceil_div(depth, 64))
     return min(range(1, most + 1), key=lambda shares: _weighted_steps(lines, width, depth, shares))
 
@@ -175,28 +175,28 @@ def weighted_shares(lines: int, width: int, depth: int) -> int:
 def keeping_pays(m: int, n: int, width: int) -> bool:
     """Whether a step of m rows is faster with their exponentials kept.
 
-    It is where both products fill the multiprocessors; of narrow features less will do, whose G costs more than its
-    products.
+    It is faster where both products fill the multiprocessors well; narrow features need less, because forming their G
+    costs more than its products.
     """
-    sides = (m, n), (n, m)
-    taken = sum(_weighted_steps(a, width, b, weighted_shares(a, width, b)) for a, b in sides)
-    return 2 * m * n * width / _STEP_OF_ALL >= taken * (0.82 if width > 256 else 0.65)
+    shapes = (m, n), (n, m)
+    steps = sum(_weighted_steps(a, width, b, weighted_shares(a, width, b)) for a, b in shapes)
+    return 2 * m * n * width / _STEP_OF_ALL >= steps * (0.82 if width > 256 else 0.65)
 
 
 def narrow_rows(m: int, options: Options) -> int:
-    """Rows whose sums fit in the workspace, where G is not in memory."""
+    """Rows whose sums fit in the workspace, for kernels that keep G out of memory."""
     return min(m, max(1, workspace_bytes(options) // (4 * NARROW_SIDE)))
 
 
 def footprint(m: int, n: int, width: int, dtype: str, capability: int, options: Options) -> Footprint:
-    """What a block takes: tiles' partial results; the workspace for G, sums of its rows, and vectors.
+    """The memory of a block: tiles' partial results; the workspace for G, sums of its rows, and vectors.
 
-    Kept exponentials are not in it.
+    It does not include kept exponentials.
 
     Args:
         m: rows of the block.
-        n: its columns.
-        width: features of each.
+        n: columns of the block.
+        width: features of a row.
         dtype: name of the features' dtype.
         capability: compute capability times 10.
         options: tile and workspace.
@@ -206,10 +206,10 @@ def footprint(m: int, n: int, width: int, dtype: str, capability: int, options: 
     partials = 8 * (ceil_div(wide, family.bn) * high + ceil_div(high, family.bm) * wide)
     itemsize = 4 if dtype == "float32" else 2
     high, wide = backward_chunk(m, n, itemsize, family.step, options)
-    space = high * wide * itemsize + CUBLAS_BYTES + 20 * (m + n)
-    return Footprint(partials + 8 * (m + n), space, space + 4 * high * width)
+    gradient_bytes = high * wide * itemsize + CUBLAS_BYTES + 20 * (m + n)
+    return Footprint(partials + 8 * (m + n), gradient_bytes, gradient_bytes + 4 * high * width)
 
 
-def _whole(length: int, most: int, step: int) -> int:
-    """The length, or the largest part of it that is at most ``most`` and a multiple of 8,192, or else of ``step``."""
+def _whole_units(length: int, most: int, step: int) -> int:
+    """The length, or its largest part that is at most ``most`` and a multiple of 8,192, or else of ``step``."""
     return length if most >= length else next(most // unit * unit for unit in (8192, step) if most >= unit)

@@ -13,7 +13,7 @@ def gpus() -> list[tuple[str, int]]:
     from cupy.cuda import runtime
 
     try:
-        found = [runtime.getDeviceProperties(i) for i in range(runtime.getDeviceCount())]
+        properties = [runtime.getDeviceProperties(i) for i in range(runtime.getDeviceCount())]
     except runtime.CUDARuntimeError:
         return []
-    return [(each["name"].decode(), int(each["totalGlobalMem"])) for each in found]
+    return [(device["name"].decode(), int(device["totalGlobalMem"])) for device in properties]

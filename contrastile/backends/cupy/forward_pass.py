@@ -35,12 +35,12 @@ def lse(block: Block, columns: bool, options: Options, *, keep: bool = False) ->
     if block.rows.shape[0] == 0 or block.columns.shape[0] == 0:
         return no_statistics(block, columns, ARRAYS)
     with on_device(block.rows):
-        one = _ForwardPass(block, columns, options, keep)
-        found = one.run()
+        forward_pass = _ForwardPass(block, columns, options, keep)
+        statistics = forward_pass.run()
         if keep and current_call.missing:
-            # gradients will be asked for
-            one.tiles.lacks_gradients(narrow=one.narrow, kept=one.kept is not None)
-        return found
+            # a call that keeps will request gradients
+            forward_pass.tiles.compile_gradients(narrow=forward_pass.narrow, kept=forward_pass.kept is not None)
+        return statistics
 
 
 _SUMS = "sums", "references"
@@ -53,49 +53,49 @@ class _SideState:
 
     Attributes:
         length: the number of rows or columns.
-        wanted: whether their statistics are wanted.
+        wanted: whether their statistics are requested.
         negative_lse: (length,) float64.
         positive_lse: (length,) float64.
         positive_sum: (length,) float64.
         sizes: bytes of the three parts of ``scratch``: (length,) float64 running sums or log-sum-exps over negatives;
-            (3 length,) float64 of positives that ids name: sums of dots, counts, sums of exponentials; and (numbers,
-            room) float32 partials of one chunk, by ``names``.
+            (3 length,) float64 of positives that ids name: sums of dots, counts, sums of exponentials; and
+            (len(names), room) float32 partials of one chunk.
     """
 
-    def __init__(self, length: int, wanted: bool, target: bool, room: int) -> None:
-        self.length, self.wanted, self.room = length, wanted, room
-        self.names = _SUMS + (_BY_IDS if target else ())
+    def __init__(self, length: int, wanted: bool, has_target_ids: bool, room: int) -> None:
+        self.length, self.is_requested, self.room = length, wanted, room
+        self.names = _SUMS + (_BY_IDS if has_target_ids else ())
         size = length if wanted else 0
         self.negative_lse, self.positive_lse, self.positive_sum = (empty(size, dtype="float64") for _ in range(3))
-        self.sizes = 8 * size, 24 * size if target else 0, 4 * len(self.names) * room if wanted else 0
+        self.sizes = 8 * size, 24 * size if has_target_ids else 0, 4 * len(self.names) * room if wanted else 0
         self.scratch: Sequence[int] = ()
 
     def statistics(self) -> SideStatistics:
-        """The results."""
+        """The statistics of this side."""
         return SideStatistics(self.negative_lse, self.positive_lse, self.positive_sum)
 
     def _part(self, name: str) -> int:
         return self.scratch[2] + 4 * self.names.index(name) * self.room
 
     def partials(self, length: int) -> Any:
-        """Where the tile kernel leaves a chunk's partials."""
-        if not self.wanted:
+        """The struct of a chunk's partials, which the tile kernel writes."""
+        if not self.is_requested:
             return struct("Partials")()
         return struct("Partials")(stride=length, **{name: self._part(name) for name in self.names})
 
     def fold(self, start: int, length: int, tiles: int, terms: int, ends: tuple[bool, bool], empty: bool) -> Any:
-        """How a chunk's partials join the state."""
-        to = {"state": self.scratch[0] + 8 * start, "lse": pointer(self.negative_lse, start), "empty": empty}
-        return self._joining("FoldSide", _SUMS, length, ends, tiles=tiles, terms=terms, **to)
+        """The struct with which ``fold`` adds a chunk's partials to the state."""
+        outputs = {"state": self.scratch[0] + 8 * start, "lse": pointer(self.negative_lse, start), "empty": empty}
+        return self._fold_struct("FoldSide", _SUMS, length, ends, tiles=tiles, terms=terms, **outputs)
 
     def fold_positives(self, start: int, length: int, tiles: int, ends: tuple[bool, bool]) -> Any:
-        """Likewise for the positives that ids name."""
-        to: dict[str, Any] = {"state": self.scratch[1] + 8 * start, "state_stride": self.length}
-        to |= {"lse": pointer(self.positive_lse, start), "sum": pointer(self.positive_sum, start)}
-        return self._joining("PositiveSide", _BY_IDS, length, ends, tiles=tiles, **to)
+        """The struct with which ``fold_positives`` adds those of positives that ids name."""
+        outputs: dict[str, Any] = {"state": self.scratch[1] + 8 * start, "state_stride": self.length}
+        outputs |= {"lse": pointer(self.positive_lse, start), "sum": pointer(self.positive_sum, start)}
+        return self._fold_struct("PositiveSide", _BY_IDS, length, ends, tiles=tiles, **outputs)
 
-    def _joining(self, kind: str, names: Sequence[str], length: int, ends: tuple[bool, bool], **others: Any) -> Any:
-        if not self.wanted:
+    def _fold_struct(self, kind: str, names: Sequence[str], length: int, ends: tuple[bool, bool], **others: Any) -> Any:
+        if not self.is_requested:
             return struct(kind)()
         parts = {name.removeprefix("positive_"): self._part(name) for name in names}
         return struct(kind)(**parts, part_stride=length, length=length, first=ends[0], last=ends[1], **others)
@@ -104,7 +104,7 @@ class _SideState:
 class _ForwardPass:
     """One forward pass over one block: the fast kernels, then the safe ones; the device decides which return at once.
 
-    float32 features take the safe ones alone: see ``passes.own_references``.
+    float32 features use only the safe kernels: see ``passes.own_references``.
     """
 
     def __init__(self, block: Block, columns: bool, options: Options, keep: bool) -> None:
@@ -113,43 +113,43 @@ class _ForwardPass:
         self.m, self.n = block.rows.shape[0], block.columns.shape[0]
         self.whole = Chunk(0, 0, self.m, self.n)
         self.kept = KeptExponentials.new(self.tiles, options) if keep else None
-        family, target = self.tiles.family, self.tiles.mask == TARGET
-        numbers = len(_SUMS) + (len(_BY_IDS) if target else 0)
-        self.height, self.width = forward_chunk(self.m, self.n, family.shape, options, numbers, family.cluster)
+        family, has_target_ids = self.tiles.family, self.tiles.mask == TARGET
+        quantities = len(_SUMS) + (len(_BY_IDS) if has_target_ids else 0)
+        self.height, self.width = forward_chunk(self.m, self.n, family.shape, options, quantities, family.cluster)
         self.narrow = self.tiles.narrow and not columns and options.tile is None
         room = ceil_div(self.width, family.bn) * self.height
         if self.narrow:
             room = max(room, self.tiles.shares(self.whole).most * self.m)
-        self.rows = _SideState(self.m, True, target, room)
-        self.columns = _SideState(self.n, columns, target, ceil_div(self.height, family.bm) * self.width)
-        # one allocation instead of many: small batches are bound by the host
+        self.rows = _SideState(self.m, True, has_target_ids, room)
+        self.columns = _SideState(self.n, columns, has_target_ids, ceil_div(self.height, family.bm) * self.width)
+        # one allocation instead of many, because the host limits the speed of small batches
         peaks = 16 * ceil_div(max(self.m, self.n), LINES)
         sizes = peaks, PLAN_BYTES, *self.rows.sizes, *self.columns.sizes
-        self.memory, (self.peaks, plan, *places) = scratch(*sizes)
-        self.rows.scratch, self.columns.scratch = places[:3], places[3:]
+        self.memory, (self.peaks, plan, *addresses) = scratch(*sizes)
+        self.rows.scratch, self.columns.scratch = addresses[:3], addresses[3:]
         self.plan = plan if self.kept is None else pointer(self.kept.plan)
 
     def run(self) -> Statistics:
-        """Launch everything."""
+        """Launch all kernels, and return the statistics."""
         self._precheck()
-        # a chunk's exponentials are all kept or none
+        # no chunk crosses from rows with kept exponentials to rows without
         split = 0 if self.kept is None else self.kept.rows
         if self.narrow:
-            # the fast path of the rows alone, all at once
+            # the fast path for the rows alone, in one launch
             self.tiles.narrow_forward(self._arguments(self.whole))
             self._fold(False, self.whole, self.tiles.shares(self.whole).most, 0)
         for safe in (True,) if self.narrow or self.tiles.exact else (False, True):
             for start, stop in ((0, split), (split, self.m)):
                 for chunk in chunks(stop, self.n, self.height, self.width, start):
                     self._chunk(safe, chunk)
-        self._positives()
+        self._set_positives()
         of_columns = self.columns.statistics() if self.two_sided else None
         return Statistics(self.rows.statistics(), of_columns, None if self.kept is None else self.kept.memory)
 
     def _precheck(self) -> None:
-        """Decide on the path, and take the logits of the positives that indices name."""
-        rows, vectors, most = self.tiles.rows, self.tiles.pairs, max(self.m, self.n)
-        blocks = ceil_div(most, LINES)
+        """Launch the kernels that choose the path and compute the logits of positives that indices name."""
+        rows, vectors, length = self.tiles.rows, self.tiles.pairs, max(self.m, self.n)
+        blocks = ceil_div(length, LINES)
         sizes = {"m": self.m, "n": self.n, "depth": self.block.rows.shape[1]}
         pairs = {"rows": matrix(rows), "columns": matrix(self.tiles.columns)} | {
             "positives": pointer(vectors.positives),
@@ -168,11 +168,11 @@ class _ForwardPass:
                 **scalars(self.block),
             )
             kernel = positives_kernel(self.tiles.dtype, self.tiles.precision)
-            launch(kernel, ceil_div(most, PAIRS), THREADS, dots)
-        decide = struct("PlanForwardArguments")(
+            launch(kernel, ceil_div(length, PAIRS), THREADS, dots)
+        plan_arguments = struct("PlanForwardArguments")(
             peaks=self.peaks, plan=self.plan, exact=self.tiles.exact, **sizes, **scalars(self.block)
         )
-        launch(instance("plan", "plan_forward"), 1, ONE_BLOCK, decide)
+        launch(instance("plan", "plan_forward"), 1, ONE_BLOCK, plan_arguments)
 
     def _arguments(self, chunk: Chunk) -> Any:
         return struct("ForwardArguments")(
@@ -183,38 +183,38 @@ class _ForwardPass:
         )
 
     def _chunk(self, safe: bool, chunk: Chunk) -> None:
-        row, _, high, wide = chunk
+        row, _, height, width = chunk
         arguments = self._arguments(chunk)
         if self.kept is not None and row < self.kept.rows and not safe:
             self.tiles.run("forward_keeping", arguments, self.kept.part(chunk))
         else:
             self.tiles.run("forward", arguments, safe=safe)
-        self._fold(safe, chunk, ceil_div(wide, self.tiles.family.bn), ceil_div(high, self.tiles.family.bm))
+        self._fold(safe, chunk, ceil_div(width, self.tiles.family.bn), ceil_div(height, self.tiles.family.bm))
 
     def _fold(self, safe: bool, chunk: Chunk, across: int, down: int) -> None:
-        """Add a chunk's partials up, of which there are so many ``across`` for each row, ``down`` for each column."""
-        row, column, high, wide = chunk
-        ends = (column == 0, column + wide == self.n), (row == 0, row + high == self.m)
-        blocks = ceil_div(high, FOLD) + (ceil_div(wide, FOLD) if self.two_sided else 0)
+        """Add up a chunk's partials: ``across`` partials for each row, ``down`` partials for each column."""
+        row, column, height, width = chunk
+        ends = (column == 0, column + width == self.n), (row == 0, row + height == self.m)
+        blocks = ceil_div(height, FOLD) + (ceil_div(width, FOLD) if self.two_sided else 0)
         limited = self.tiles.mask in LIMITED
         fold = struct("FoldArguments")(
-            rows=self.rows.fold(row, high, across, self.n, ends[0], limited),
-            columns=self.columns.fold(column, wide, down, self.m, ends[1], limited),
+            rows=self.rows.fold(row, height, across, self.n, ends[0], limited),
+            columns=self.columns.fold(column, width, down, self.m, ends[1], limited),
             plan=self.plan,
         )
         path = "true" if safe else "false"
         if self.tiles.mask == TARGET:
-            # first: the fold may abandon the fast path, and then this one would return at once
+            # before ``fold``, which may abandon the fast path, and then this kernel would return at once
             positives = struct("FoldPositivesArguments")(
-                rows=self.rows.fold_positives(row, high, across, ends[0]),
-                columns=self.columns.fold_positives(column, wide, down, ends[1]),
+                rows=self.rows.fold_positives(row, height, across, ends[0]),
+                columns=self.columns.fold_positives(column, width, down, ends[1]),
                 plan=self.plan,
             )
             launch(instance("fold", "fold_positives", path), blocks, THREADS, positives)
         launch(instance("fold", "fold", path), blocks, THREADS, fold)
 
-    def _positives(self) -> None:
-        """The statistics of positives, where the precheck and the folds have not left them."""
+    def _set_positives(self) -> None:
+        """Compute the statistics of positives that the precheck and the folds have not computed."""
         pairs = self.tiles.pairs
         if self.tiles.mask == TARGET:
             return

@@ -1,4 +1,4 @@
-"""Every kernel that the backend can launch, by the names that NVRTC knows them by; nothing here needs CuPy or a GPU."""
+"""Every kernel that the backend can launch, by its name in NVRTC; this module needs neither CuPy nor a GPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PLAIN, LIMITS, GUIDE, EXCLUSIONS, DROP, DROP_LIMITS, DROP_GUIDE, TARGET = MASKS 
 
 GUIDED = GUIDE, DROP_GUIDE
 LIMITED = LIMITS, DROP_LIMITS, *GUIDED
-"""The masks that only the kernels of the log-sum-exps and of their gradients have, and not those of narrow features;
-those with a guide Hopper's own alone."""
+"""The masks that only kernels of log-sum-exps and of their gradients have, and no kernels of narrow features. Only
+Hopper's own kernels have the masks with a guide."""
 
 ELEMENTS = {"float16": "contrastile::float16", "bfloat16": "contrastile::bfloat16", "float32": "float"}
 """The C++ name of a dtype."""
@@ -25,17 +25,17 @@ ARITHMETICS = {"ieee": "contrastile::Ieee", "tf32": "contrastile::Tf32"}
 """The C++ type of a precision of float32 products, in the sm_80 tile kernels."""
 
 KEPT_DTYPE = "bfloat16"
-"""The dtype of kept exponentials, and of the features that they are of."""
+"""The dtype of kept exponentials, and of the features of their logits."""
 
 CAPABILITIES = (80, 90, 100)
-"""The architectures that are compiled for without such a GPU at hand, compute capability times 10."""
+"""The compute capabilities, times 10, for which kernels are compiled without a GPU of that kind."""
 
 
 @cache
 def instance(file: str, kernel: str, *arguments: str | int) -> Instance:
     """A kernel of ``file``.cu, with its template arguments."""
-    inside = ", ".join(map(str, arguments))
-    return Instance(f"{file}.cu", f"{kernel}<{inside}>" if inside else kernel)
+    template_arguments = ", ".join(map(str, arguments))
+    return Instance(f"{file}.cu", f"{kernel}<{template_arguments}>" if template_arguments else kernel)
 
 
 @cache
@@ -46,18 +46,18 @@ def tile_kernel(
 
     Args:
         name: "forward", "gradient" or "sigmoid".
-        family: whose.
+        family: the kernel's family.
         dtype: name of the features' dtype.
         mask: which pairs may not count.
-        safe: of "forward": whether each row and column has a maximum of its own.
-        precision: of float32 products.
+        safe: for "forward", whether each row and column has its own maximum.
+        precision: the precision of float32 products.
     """
-    full = f"{name}_{family.name}"
+    full_name = f"{name}_{family.name}"
     flags = (mask,) if safe is None else (int(safe), mask)
     if family.stages is None:
-        kernel = f"{name}_guided_{family.name}" if mask in GUIDED else full
-        return instance(full, kernel, ELEMENTS[dtype], *flags)
-    return instance(full, full, _arithmetic(dtype, precision), *flags, family.stages)
+        kernel = f"{name}_guided_{family.name}" if mask in GUIDED else full_name
+        return instance(full_name, kernel, ELEMENTS[dtype], *flags)
+    return instance(full_name, full_name, _arithmetic(dtype, precision), *flags, family.stages)
 
 
 def _arithmetic(dtype: str, precision: str) -> str:
@@ -65,7 +65,7 @@ def _arithmetic(dtype: str, precision: str) -> str:
 
 
 def positives_kernel(dtype: str, precision: str) -> Instance:
-    """The dots of positives, by the products that the tile kernels take of these features."""
+    """The kernel of the positives' dots, which multiplies these features like the tile kernels."""
     return instance("positive_dots", "positive_dots", _arithmetic(dtype, precision))
 
 
@@ -75,15 +75,15 @@ def keeping_kernel(family: Family) -> Instance:
 
 
 def weighted_kernel(family: Family, *, across: bool) -> Instance:
-    """A product of kept exponentials for the rows' sums, or with ``across`` for the columns'."""
+    """The product of kept exponentials for the rows' sums, or with ``across`` for the columns' sums."""
     name = f"weighted_{family.name}"
     return instance(name, name, int(across))
 
 
 def narrow_kernel(name: str, family: Family, dtype: str, mask: int) -> Instance:
-    """A kernel of the rows of narrow features: "forward" or "gradient"."""
-    full = f"narrow_{name}_{family.name}"
-    return instance(full, full, ELEMENTS[dtype], mask)
+    """A kernel for the rows of narrow features: "forward" or "gradient"."""
+    full_name = f"narrow_{name}_{family.name}"
+    return instance(full_name, full_name, ELEMENTS[dtype], mask)
 
 
 def every(capability: int) -> list[Instance]:

@@ -22,7 +22,7 @@ _loaded: set[Instance] = set()
 
 
 def on_device(x: Any) -> AbstractContextManager[Any]:
-    """Work on x's device, whatever the current device is."""
+    """While open, work on x's device, whatever the current device is."""
     device: AbstractContextManager[Any] = cupy.cuda.Device(x.device.id)
     return device
 
@@ -32,19 +32,19 @@ def launch(instance: Instance, blocks: int, threads: int, *parameters: Any, shar
 
     Args:
         instance: the kernel.
-        blocks: of the grid, one dimension.
-        threads: of a block.
+        blocks: blocks of the grid, which has one dimension.
+        threads: threads of a block.
         *parameters: structures or bytes, each passed by value.
         shared: bytes of dynamic shared memory.
     """
-    if (current_call.missing or instance not in _loaded) and lacks(instance):
+    if (current_call.missing or instance not in _loaded) and is_postponed(instance):
         return
     kernel = _kernel(instance, shared, cupy.cuda.get_device_id())
     kernel((blocks,), (threads,), tuple(map(_by_value, parameters)), shared_mem=shared)
 
 
-def lacks(instance: Instance) -> bool:
-    """Whether a kernel must wait for its own compilation, which this begins, or for that of others."""
+def is_postponed(instance: Instance) -> bool:
+    """Whether a launch must wait until the kernel is compiled, which this function requests."""
     compile_one = partial(build.cubin, instance, build.architecture_name(capability(cupy.cuda.get_device_id())))
     return instance in _loaded or postpone(instance, compile_one)
 
@@ -64,7 +64,7 @@ def _kernel(instance: Instance, shared: int, device: int) -> Any:
     path, name = build.cubin(instance, build.architecture_name(capability(device)))
     kernel = cupy.RawModule(path=str(path)).get_function(name)
     if shared:
-        # more than 48 KiB is refused unless it was asked for
+        # more than 48 KiB must be requested
         kernel.max_dynamic_shared_size_bytes = shared
     _loaded.add(instance)
     return kernel
@@ -83,10 +83,10 @@ def multiprocessors(device: int) -> int:
 
 
 def aligned(x: Any) -> Any:
-    """X itself if its rows are 16-byte aligned with unit stride, and near enough for cuBLAS; else an aligned copy."""
-    unit = x.strides[1] == x.itemsize or x.shape[1] == 1
-    dense = unit and x.shape[1] * x.itemsize <= x.strides[0] < 2**31 * x.itemsize
-    if dense and x.strides[0] % _ALIGNMENT == 0 and x.data.ptr % _ALIGNMENT == 0:
+    """X itself if its rows are 16-byte aligned with unit stride, and cuBLAS takes its row stride; else a copy."""
+    has_unit_stride = x.strides[1] == x.itemsize or x.shape[1] == 1
+    has_valid_strides = has_unit_stride and x.shape[1] * x.itemsize <= x.strides[0] < 2**31 * x.itemsize
+    if has_valid_strides and x.strides[0] % _ALIGNMENT == 0 and x.data.ptr % _ALIGNMENT == 0:
         return x
     copy = workspace(x.shape[0], x.shape[1], x.dtype)
     copy[...] = x
@@ -105,25 +105,25 @@ def empty(*shape: int, dtype: str = "float32") -> Any:
 
 
 def scratch(*sizes: int) -> tuple[Any, list[int]]:
-    """One uninitialised allocation on the current device, to be held while it is used, and its parts' addresses.
+    """One uninitialised allocation on the current device, which the caller must hold, and its parts' addresses.
 
     Args:
         *sizes: bytes of each part; parts are aligned as allocations are.
     """
-    starts = [0]
+    offsets = [0]
     for size in sizes:
-        starts.append(starts[-1] + size + -size % _PART)
-    memory = empty(starts.pop(), dtype="uint8")
-    first = int(memory.data.ptr)
-    return memory, [first + start for start in starts]
+        offsets.append(offsets[-1] + size + -size % _PART)
+    memory = empty(offsets.pop(), dtype="uint8")
+    address = int(memory.data.ptr)
+    return memory, [address + offset for offset in offsets]
 
 
 def pointer(x: Any, offset: int = 0) -> int | None:
     """The address of element ``offset`` of a contiguous array; null for None."""
     if x is None:
         return None
-    start: int = x.data.ptr
-    return start + offset * int(x.itemsize) if offset else start
+    address: int = x.data.ptr
+    return address + offset * int(x.itemsize) if offset else address
 
 
 def row_stride(x: Any) -> int:

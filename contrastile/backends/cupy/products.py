@@ -20,9 +20,9 @@ from contrastile.backends.cupy.launch import row_stride
 _KINDS = {"float32": 0, "float16": 2, "bfloat16": 14}
 # compute in float32 without tf32, choose the algorithm by the shape
 _COMPUTE_FLOAT32, _BY_HEURISTIC = 68, -1
-# where cuBLAS finds its two factors
+# the pointer modes of cuBLAS for its two factors
 _ON_HOST, _ON_DEVICE = 0, 1
-# where a product is split into several sums, these are not rounded to a 16-bit result's dtype before they are added
+# partial sums of a split product are not rounded to a 16-bit result's dtype before they are added
 _FULL_SUMS = 16
 _ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
 # a handle's stream and workspace are set before each call: two threads must not do that at once
@@ -33,7 +33,7 @@ class Products:
     """cuBLAS for one pass: its workspace comes from the caller's memory pool and goes back with the pass."""
 
     def __init__(self) -> None:
-        self.space = cupy.empty(CUBLAS_BYTES, dtype="uint8")
+        self.workspace = cupy.empty(CUBLAS_BYTES, dtype="uint8")
 
     def accumulate(self, out: Any, g: Any, features: Any, *, transposed: bool = False, fresh: bool = False) -> None:
         """``out += g @ features``, or ``g.T @ features`` with ``transposed``; with ``fresh`` out is only written.
@@ -43,12 +43,12 @@ class Products:
             g: (m, r), or (r, m) with ``transposed``; rows 16-byte aligned.
             features: (r, d) of g's dtype; rows 16-byte aligned.
             transposed: whether g enters transposed.
-            fresh: whether what out holds does not count.
+            fresh: whether out is overwritten, whatever it holds.
         """
         if out.strides[1] != out.itemsize and out.shape[1] > 1:
-            dense = cupy.ascontiguousarray(out)
-            self.accumulate(dense, g, features, transposed=transposed, fresh=fresh)
-            out[...] = dense
+            contiguous_out = cupy.ascontiguousarray(out)
+            self.accumulate(contiguous_out, g, features, transposed=transposed, fresh=fresh)
+            out[...] = contiguous_out
             return
         factors = ctypes.byref(_ONE), ctypes.byref(_ZERO if fresh else _ONE)
         self._multiply(out, g, features, transposed, factors, _ON_HOST)
@@ -60,20 +60,20 @@ class Products:
             out: (m, d) contiguous, of g's dtype.
             g: (r, m); rows 16-byte aligned.
             features: (r, d) of g's dtype; rows 16-byte aligned.
-            factors: addresses of the factor and of a zero, float32 on the device, where the factor was computed.
+            factors: addresses of the factor, which a kernel computed, and of a zero: float32 on the device.
         """
         self._multiply(out, g, features, True, factors, _ON_DEVICE)
 
     def _multiply(
-        self, out: Any, g: Any, features: Any, transposed: bool, factors: tuple[Any, Any], where: int
+        self, out: Any, g: Any, features: Any, transposed: bool, factors: tuple[Any, Any], pointer_mode: int
     ) -> None:
-        kind = _KINDS[dtype_name(g.dtype)]
+        data_type = _KINDS[dtype_name(g.dtype)]
         blas, handle = _library(), _handle(cupy.cuda.get_device_id())
         with _lock:
             _check(blas.cublasSetStream_v2(handle, cupy.cuda.get_current_stream().ptr))
-            _check(blas.cublasSetWorkspace_v2(handle, self.space.data.ptr, self.space.nbytes))
-            _check(blas.cublasSetPointerMode_v2(handle, where))
-            # cuBLAS counts columns first: it computes out^T += features^T g^T
+            _check(blas.cublasSetWorkspace_v2(handle, self.workspace.data.ptr, self.workspace.nbytes))
+            _check(blas.cublasSetPointerMode_v2(handle, pointer_mode))
+            # cuBLAS is column-major: it computes out^T += features^T g^T
             status = blas.cublasGemmEx(
                 handle,
                 0,
@@ -83,10 +83,10 @@ class Products:
                 features.shape[0],
                 factors[0],
                 features.data.ptr,
-                kind,
+                data_type,
                 row_stride(features),
                 g.data.ptr,
-                kind,
+                data_type,
                 row_stride(g),
                 factors[1],
                 out.data.ptr,

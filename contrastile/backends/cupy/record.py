@@ -37,7 +37,7 @@ def require_gpu() -> None:
 
 
 def require_nvrtc() -> None:
-    """Raise ImportError where NVRTC cannot be loaded: every kernel's cubin is known by its version."""
+    """Raise ImportError where NVRTC cannot be loaded: the cache finds every cubin by NVRTC's version."""
     try:
         nvrtc_version()
     except RuntimeError as error:
@@ -47,22 +47,22 @@ def require_nvrtc() -> None:
 def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:  # noqa: B008 (frozen)
     """Tensor cores truncate as they add (2^-23); G is rounded to the features' dtype before the second products.
 
-    float16: G carries a power of two that puts the largest weight above 2^12 / (1 + largest target), so what falls
-    under its subnormals is less than 2^-32 of that weight for targets up to 31. A lane adds at most 48 numbers of a
+    float16: G carries a power of two that puts the largest weight above 2^12 / (1 + largest target), so entries below
+    float16's subnormals are less than 2^-32 of that weight for targets up to 31. A lane adds at most 48 numbers of a
     tile in float32, and shuffles two more; tiles are added in float64.
 
-    float32: tf32 rounds the features to nearest in the tile kernels alone: the second products are in float32.
+    float32: tf32 rounds the features to nearest only in the tile kernels: the second products are in float32.
 
-    bfloat16, where exponentials may be kept: they are rounded as they are kept, and G, their product with its factors,
-    once more, ``(1 + 2^-8)^2 - 1`` together.
+    bfloat16, where exponentials may be kept: kept exponentials are rounded once, and G, their product with the factors,
+    is rounded again, ``(1 + 2^-8)^2 - 1`` together.
     """
-    keeps = dtype == KEPT_DTYPE and uses_hopper_kernels() and (not is_keep_given(options) or kept_bytes(options) > 0)
+    may_keep = dtype == KEPT_DTYPE and uses_hopper_kernels() and (not is_keep_given(options) or kept_bytes(options) > 0)
     precision = options.precision
-    rounding = {"float16": 2.0**-11, "bfloat16": 2.0**-7 + 2.0**-16 if keeps else 2.0**-8}.get(dtype, 0.0)
-    exact = dtype == "float32" and precision == "ieee"
+    rounding = {"float16": 2.0**-11, "bfloat16": 2.0**-7 + 2.0**-16 if may_keep else 2.0**-8}.get(dtype, 0.0)
+    is_exact = dtype == "float32" and precision == "ieee"
     return Accuracy(
         unit=2.0**-24,
-        accumulate_unit=2.0**-24 if exact else 2.0**-23,
+        accumulate_unit=2.0**-24 if is_exact else 2.0**-23,
         input_rounding=2.0**-11 if dtype == "float32" and precision == "tf32" else 0.0,
         gradient_rounding=rounding,
         gradient_underflow=2.0**-32 if dtype == "float16" else 0.0,
@@ -72,25 +72,25 @@ def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:
 
 
 def _footprint(m: int, n: int, width: int, dtype: str, device: str, options: Options) -> Footprint:
-    """See ``contract.Backend``: of the current GPU."""
+    """See ``contract.Backend``: the footprint on the current GPU."""
     return footprint(m, n, width, dtype, capability(cupy.cuda.get_device_id()), options)
 
 
 def _keeps(m: int, n: int, dtype: str, device: str, options: Options) -> int:
-    """See ``contract.Backend``: of features that are not narrow, on Hopper. See ``keeping.rows_to_keep``."""
+    """See ``contract.Backend``: for features that are not narrow, on Hopper. See ``keeping.rows_to_keep``."""
     return size_of(most_rows(m, n, dtype, options), n)
 
 
 def _rows_alone(width: int, dtype: str, options: Options) -> bool:
-    """See ``contract.Backend``: of narrow features on Hopper."""
+    """See ``contract.Backend``: true for narrow features on Hopper."""
     family = kernel_family(dtype, capability(cupy.cuda.get_device_id()), hopper=uses_hopper_kernels())
     return options.tile is None and narrow(width, family)
 
 
 def _guides() -> frozenset[str]:
-    """Features whose tile kernels are Hopper's own."""
-    mine = capability(cupy.cuda.get_device_id())
-    return frozenset(x for x in ELEMENTS if kernel_family(x, mine, hopper=uses_hopper_kernels()).maps)
+    """The dtypes of features whose tile kernels are Hopper's own."""
+    current = capability(cupy.cuda.get_device_id())
+    return frozenset(dtype for dtype in ELEMENTS if kernel_family(dtype, current, hopper=uses_hopper_kernels()).maps)
 
 
 require_gpu()

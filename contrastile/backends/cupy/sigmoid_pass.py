@@ -49,31 +49,31 @@ class _SigmoidPass:
         self.m, self.n = block.rows.shape[0], block.columns.shape[0]
         self.row_weight = contiguous(row_weight)
         self.dtype = self.tiles.dtype
-        decide = struct("PlanSigmoidArguments")(
+        plan_arguments = struct("PlanSigmoidArguments")(
             row_weight=pointer(self.row_weight),
             plan=pointer(self.plan),
             m=self.m,
             half=self.dtype == "float16",
             **scalars(block),
         )
-        launch(instance("plan", "plan_sigmoid"), 1, ONE_BLOCK, decide)
+        launch(instance("plan", "plan_sigmoid"), 1, ONE_BLOCK, plan_arguments)
 
     def run(self, row_gradient: Any, column_gradient: Any) -> tuple[Array, Array]:
-        """The loss of each row and its row sum of G; adds to the gradients that are wanted."""
+        """The loss of each row and its row sum of G; adds to the requested gradients."""
         rows, columns = self.tiles.rows, self.tiles.columns
         height, width = backward_chunk(self.m, self.n, rows.itemsize, self.tiles.family.step, self.options)
-        wanted = row_gradient is not None or column_gradient is not None
-        space = workspace(height, width, rows.dtype) if wanted else None
-        products = Products() if wanted else None
-        # losses, then slopes: partials of a chunk, the running state of its rows, and what comes out
+        needs_g = row_gradient is not None or column_gradient is not None
+        memory = workspace(height, width, rows.dtype) if needs_g else None
+        products = Products() if needs_g else None
+        # losses, then slopes: partials of a chunk, the running state of its rows, and the results
         room = ceil_div(width, self.tiles.family.bn) * height
-        parts, state, out = empty(2 * room), empty(2 * height, dtype="float64"), empty(2, self.m)
+        partials, state, out = empty(2 * room), empty(2 * height, dtype="float64"), empty(2, self.m)
         with gradient_scaling((row_gradient, column_gradient), self.dtype, partial(scale_gradient, self.plan)):
             for chunk in chunks(self.m, self.n, height, width):
                 row, column, high, wide = chunk
-                g = None if space is None else space[:high, :wide]
-                self._tiles(g, parts, room, chunk)
-                self._fold(parts, room, state, out, chunk)
+                g = None if memory is None else memory[:high, :wide]
+                self._tiles(g, partials, room, chunk)
+                self._fold(partials, room, state, out, chunk)
                 if products is not None and row_gradient is not None:
                     products.accumulate(row_gradient[row : row + high], g, columns[column : column + wide])
                 if products is not None and column_gradient is not None:
@@ -82,33 +82,33 @@ class _SigmoidPass:
                     )
         return out[0], out[1]
 
-    def _tiles(self, g: Any, parts: Any, room: int, chunk: Chunk) -> None:
+    def _tiles(self, g: Any, partials: Any, room: int, chunk: Chunk) -> None:
         arguments = struct("SigmoidArguments")(
             **self.tiles.common(chunk),
             plan=pointer(self.plan),
             row_weight=pointer(self.row_weight),
-            loss_parts=pointer(parts),
-            slope_parts=pointer(parts, room),
+            loss_parts=pointer(partials),
+            slope_parts=pointer(partials, room),
             part_stride=chunk.height,
             g=pointer(g),
             g_stride=0 if g is None else row_stride(g),
         )
         self.tiles.run("sigmoid", arguments, g)
 
-    def _fold(self, parts: Any, room: int, state: Any, out: Any, chunk: Chunk) -> None:
-        row, column, high, wide = chunk
+    def _fold(self, partials: Any, room: int, state: Any, out: Any, chunk: Chunk) -> None:
+        row, column, height, width = chunk
         arguments = struct("FoldSigmoidArguments")(
-            loss_parts=pointer(parts),
-            slope_parts=pointer(parts, room),
-            part_stride=high,
-            tiles=ceil_div(wide, self.tiles.family.bn),
+            loss_parts=pointer(partials),
+            slope_parts=pointer(partials, room),
+            part_stride=height,
+            tiles=ceil_div(width, self.tiles.family.bn),
             state=pointer(state),
-            state_stride=high,
+            state_stride=height,
             row_weight=pointer(self.row_weight, row),
             loss=pointer(out, row),
             slope=pointer(out, self.m + row),
-            length=high,
+            length=height,
             first=column == 0,
-            last=column + wide == self.n,
+            last=column + width == self.n,
         )
-        launch(instance("fold", "fold_sigmoid"), ceil_div(high, FOLD), THREADS, arguments)
+        launch(instance("fold", "fold_sigmoid"), ceil_div(height, FOLD), THREADS, arguments)

@@ -26,13 +26,13 @@ def tensor_map(x: Any, box: tuple[int, int]) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _encoded(address: int, height: int, width: int, stride: int, dtype: str, box: tuple[int, int]) -> bytes:
-    kinds = driver.CUtensorMapDataType
+    data_types = driver.CUtensorMapDataType
     # autograd's thread has no context before its first call of the runtime
     cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())
-    status, found = driver.cuTensorMapEncodeTiled(
+    status, encoded = driver.cuTensorMapEncodeTiled(
         {
-            "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-            "bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            "float16": data_types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            "bfloat16": data_types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         }[dtype],
         2,
         address,
@@ -47,4 +47,4 @@ def _encoded(address: int, height: int, width: int, stride: int, dtype: str, box
     )
     if int(status):
         raise RuntimeError(f"cuTensorMapEncodeTiled failed: {status.name} for ({height}, {width}) with stride {stride}")
-    return np.array([int(word) for word in found.opaque], dtype=np.uint64).tobytes()
+    return np.array([int(word) for word in encoded.opaque], dtype=np.uint64).tobytes()

@@ -43,7 +43,7 @@ from contrastile.backends.cupy.launch import (
     aligned,
     capability,
     empty,
-    lacks,
+    is_postponed,
     launch,
     multiprocessors,
     pointer,
@@ -53,12 +53,12 @@ from contrastile.backends.cupy.tensor_maps import tensor_map
 from contrastile.backends.passes import Chunk, contiguous_pairs, own_references
 
 _WIDE = 64
-"""Columns of a block of a tensor map: the 128 bytes that one swizzle takes."""
+"""Columns of a block of a tensor map: the 128 bytes of a swizzle."""
 
 _JOINS = constant("NARROW_JOINS")
 
 _STORED_ROWS = 16
-"""Rows of a block of G that one store takes."""
+"""Rows of G that one store writes."""
 
 
 class Tiles:
@@ -66,15 +66,15 @@ class Tiles:
 
     Attributes:
         dtype: name of the features' dtype.
-        mask: one of ``instances.MASKS``, which a kernel needs.
+        mask: the one of ``instances.MASKS`` that the block needs.
         exact: see ``passes.own_references``.
     """
 
     def __init__(self, block: Block, precision: str) -> None:
         self.precision = precision
         self.rows, self.columns = aligned(block.rows), aligned(block.columns)
-        of_guide = block.pairs.row_guide, block.pairs.column_guide
-        self.guide = [aligned(x) for x in of_guide if x is not None]
+        guide_features = block.pairs.row_guide, block.pairs.column_guide
+        self.guide = [aligned(x) for x in guide_features if x is not None]
         self.dtype = dtype_name(self.rows.dtype)
         self.exact = own_references(self.dtype)
         self.pairs = contiguous_pairs(block.pairs if not block.pairs.limited else _limited(block), contiguous)
@@ -90,8 +90,8 @@ class Tiles:
     @cached_property
     def _maps(self) -> tuple[bytes, ...]:
         heights = self.family.bm, self.family.bn // self.family.cluster
-        read = self.rows, self.columns, *self.guide
-        return tuple(tensor_map(x, (heights[i % 2], _WIDE)) for i, x in enumerate(read))
+        matrices = self.rows, self.columns, *self.guide
+        return tuple(tensor_map(x, (heights[i % 2], _WIDE)) for i, x in enumerate(matrices))
 
     def common(self, chunk: Chunk) -> dict[str, Any]:
         """The arguments that every tile kernel takes."""
@@ -112,8 +112,8 @@ class Tiles:
     @cached_property
     def _pairs(self) -> Any:
         vectors = self.pairs
-        given = vectors.positives, vectors.excluded, vectors.row_ids, vectors.column_ids
-        return struct("PairVectors")(*map(pointer, (*given, vectors.row_limits, vectors.column_limits)))
+        named = vectors.positives, vectors.excluded, vectors.row_ids, vectors.column_ids
+        return struct("PairVectors")(*map(pointer, (*named, vectors.row_limits, vectors.column_limits)))
 
     def run(self, name: str, arguments: Any, g: Any | None = None, safe: bool | None = None) -> None:
         """Queue the kernel over the chunk that the arguments name.
@@ -121,8 +121,8 @@ class Tiles:
         Args:
             name: "forward", "forward_keeping", "gradient" or "sigmoid".
             arguments: the kernel's own struct.
-            g: the matrix that it writes; None where it writes none, and any map may be passed for it.
-            safe: of "forward": which of its paths.
+            g: the matrix that the kernel writes; None where it writes none, and the map is a dummy.
+            safe: for "forward", whether to take the safe path.
         """
         maps: tuple[bytes, ...] = ()
         if self.family.maps:
@@ -138,24 +138,24 @@ class Tiles:
         )
         launch(kernel, blocks, self.family.threads, *maps, arguments, shared=self.family.shared)
 
-    def lacks_gradients(self, *, narrow: bool, kept: bool) -> None:
-        """Have the large kernels of a backward pass compiled, after a forward pass that went so."""
-        lacks((narrow_kernel if narrow else tile_kernel)("gradient", self.family, self.dtype, self.mask))
+    def compile_gradients(self, *, narrow: bool, kept: bool) -> None:
+        """Request the compilation of a backward pass's large kernels, after such a forward pass."""
+        is_postponed((narrow_kernel if narrow else tile_kernel)("gradient", self.family, self.dtype, self.mask))
         for across in (False, True) if kept else ():
-            lacks(weighted_kernel(self.family, across=across))
+            is_postponed(weighted_kernel(self.family, across=across))
 
     @property
     def narrow(self) -> bool:
-        """Whether the kernels of narrow features can take the block's rows alone."""
+        """Whether the kernels of narrow features can compute the block's rows."""
         return narrow(self.rows.shape[1], self.family) and self.mask not in LIMITED
 
     def narrow_gradient(self, gradient: Any, out: Any, *, fresh: bool) -> None:
-        """Queue the rows' gradient of a chunk that has all columns, made without a G in memory.
+        """Queue the rows' gradient of a chunk that has all columns, without G in memory.
 
         Args:
             gradient: the arguments of "gradient", without its g.
-            out: (height, d) float32, unit stride along rows; it is added to.
-            fresh: whether out is overwritten, not added to.
+            out: (height, d) float32, unit stride along rows, to which the gradient is added.
+            fresh: whether out is overwritten instead.
         """
         shares = self.shares(gradient.chunk)
         parts = empty(2 * shares.blocks, NARROW_SIDE, NARROW_SIDE)
@@ -167,24 +167,24 @@ class Tiles:
             blocks=shares.blocks,
             fresh=fresh,
         )
-        self._narrow("gradient", shares, arguments)
+        self._launch_narrow("gradient", shares, arguments)
         launch(instance(f"narrow_gradient_{self.family.name}", "narrow_join"), _JOINS * shares.rows, THREADS, arguments)
 
     def narrow_forward(self, forward: Any) -> None:
         """Queue the rows' statistics over a chunk that has all columns, on the fast path.
 
         Args:
-            forward: the arguments of "forward"; ``shares(chunk).most`` partials are left of each row.
+            forward: the arguments of "forward"; the kernel stores ``shares(chunk).most`` partials of each row.
         """
         shares = self.shares(forward.chunk)
         arguments = struct("NarrowForwardArguments")(forward=forward, blocks=shares.blocks, parts=shares.most)
-        self._narrow("forward", shares, arguments)
+        self._launch_narrow("forward", shares, arguments)
 
     def shares(self, chunk: Any) -> Shares:
         """How the kernels of narrow features divide a chunk among their blocks."""
         return Shares.of(chunk.height, chunk.width, self.multiprocessors)
 
-    def _narrow(self, name: str, shares: Shares, arguments: Any) -> None:
+    def _launch_narrow(self, name: str, shares: Shares, arguments: Any) -> None:
         maps = (tensor_map(x, (NARROW_SIDE, _WIDE)) for x in (self.rows, self.columns))
         kernel = narrow_kernel(name, self.family, self.dtype, self.mask)
         launch(kernel, shares.blocks, self.family.threads, *maps, arguments, shared=self.family.shared)
@@ -194,44 +194,44 @@ class Tiles:
 
         Args:
             kept: (h, n) exponentials.
-            features: (n, d) columns, or with ``across`` the (h, d) rows that the exponentials are of.
-            shares: of the contraction; their products are not added.
-            across: whether the columns' sums are to be made, not the rows'.
-            arguments: of the kernel's struct, without the sizes.
+            features: (n, d) columns, or with ``across`` the (h, d) rows of the exponentials.
+            shares: shares of the contraction, whose products are not added.
+            across: whether to compute the columns' sums instead of the rows'.
+            arguments: fields of the kernel's struct, without the sizes.
         """
         lines, depth = reversed(kept.shape) if across else kept.shape
         width = features.shape[1]
-        given = struct("WeightedArguments")(height=lines, width=width, depth=depth, shares=shares, **arguments)
+        structure = struct("WeightedArguments")(height=lines, width=width, depth=depth, shares=shares, **arguments)
         blocks = weighted_blocks(lines, width) * shares
         maps = (tensor_map(x, (_WIDE, _WIDE)) for x in (kept, features))
         kernel = weighted_kernel(self.family, across=across)
-        launch(kernel, blocks, self.family.threads, *maps, given, shared=self.family.shared)
+        launch(kernel, blocks, self.family.threads, *maps, structure, shared=self.family.shared)
 
 
 def _limited(block: Block) -> Pairs:
-    """A block's pairs as the kernels of limits take them: both given; of logits in base 2 and without the bias.
+    """A block's pairs for the kernels with limits: both limits, as base-2 logits without the bias.
 
-    Exclusions go with ids there: without any, all are given different ones.
+    These kernels take exclusions only with ids: without ids, all rows and columns get different ones.
     """
     pairs, m, n = block.pairs, block.rows.shape[0], block.columns.shape[0]
     row_ids, column_ids = pairs.row_ids, pairs.column_ids
     if pairs.excluded is not None and (row_ids is None or column_ids is None):
-        # far apart: a glance at a tile then tells that none are equal
+        # in ranges far apart, so that a tile sees at once that none are equal
         row_ids, column_ids = cupy.arange(2**30, 2**30 + m), cupy.arange(n)
 
-    def limits(given: Any, length: int) -> Any:
-        if given is None:
+    def prepared_limits(limits: Any, length: int) -> Any:
+        if limits is None:
             return cupy.full(length, cupy.inf, "float32")
         if pairs.row_guide is not None:
-            return given
-        found = (given - (0.0 if block.bias is None else block.bias)) * np.float32(math.log2(math.e))
-        # of a NaN limit nothing is left out, while a NaN dot is what has been left out already
-        return cupy.fmin(found, np.float32(math.inf))
+            return limits
+        base_2_limits = (limits - (0.0 if block.bias is None else block.bias)) * np.float32(math.log2(math.e))
+        # a NaN limit must leave no pair out: the kernels mark pairs that are already out by a NaN dot
+        return cupy.fmin(base_2_limits, np.float32(math.inf))
 
     return replace(
         pairs,
         row_ids=row_ids,
         column_ids=column_ids,
-        row_limits=limits(pairs.row_limits, m),
-        column_limits=limits(pairs.column_limits, n),
+        row_limits=prepared_limits(pairs.row_limits, m),
+        column_limits=prepared_limits(pairs.column_limits, n),
     )

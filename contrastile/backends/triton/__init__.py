@@ -1,8 +1,8 @@
 """The triton backend: fused tile kernels, Hopper first, Ampere and newer kept working.
 
-``lse`` reads X once for both directions; ``gradients`` recomputes it chunk by chunk into a fixed workspace and leaves
-the two products to cuBLAS. Kernels know no autograd, the host code knows no kernel's insides, and nothing waits for
-the device. Under Triton's interpreter (TRITON_INTERPRET=1) the same kernels run on the CPU.
+``lse`` forms the logits X once for both directions; ``gradients`` forms them again, chunk by chunk, turns them into G
+in a fixed workspace, and leaves the two products to cuBLAS. Kernels know no autograd, the host code knows no kernel's
+insides, and nothing waits for the device. Under Triton's interpreter (TRITON_INTERPRET=1) the kernels run on the CPU.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from contrastile.backends.triton.sigmoid_pass import sigmoid_loss
 def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:  # noqa: B008 (frozen)
     """Tensor cores truncate as they add (2^-23); G is rounded to the features' dtype before the second products.
 
-    float16: G carries a power of two that puts the largest weight above 2^12 / (1 + largest target), so what falls
-    under its subnormals is less than 2^-32 of that weight for targets up to 31.
-    float32 by "tf32": features rounded to nearest 2^-11; two parts of G, which is so rounded to 2^-17, and of the
-    features, and what three products of them leave out stays far below. By "split": three parts, which are exact, and
-    six products that leave out 2^-23.9; six sums go into one, so the chain of additions is longer by their number.
+    float16: G carries a power of two that puts the largest weight above 2^12 / (1 + largest target), so entries below
+    float16's subnormals are less than 2^-32 of that weight for targets up to 31.
+    float32 by "tf32": features are rounded to nearest (2^-11); G and the features have two parts, which round G to
+    2^-17, and the omitted products are far smaller. By "split": three parts, which are exact, and six products that
+    omit 2^-23.9; six sums are added to one, which lengthens the chain of additions.
     """
     precision = options.precision if dtype == "float32" else "ieee"
     tensor_cores = dtype in ("float16", "bfloat16") or precision != "ieee"
@@ -41,7 +41,7 @@ def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:
     )
 
 
-# the interpreter gets products of bfloat16 wrong
+# the interpreter computes wrong products of bfloat16
 _DTYPES = frozenset({"float16", "float32"} if INTERPRETED else {"float16", "bfloat16", "float32"})
 backend = Backend(
     name="triton",

@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""Torch tensors whose loss is one kernel, and whose products with a number are rounded in one pass."""
+"""Torch tensors with a loss in one kernel, and a product with a number that rounds in the same pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from contrastile.backends.triton.launch import on_device
 
 Array = Any
 
-# rows that a program takes the loss of at once, and how often: rows and columns of a small problem are one program's
+# a program sums the loss of ROWS rows TIMES times, so that one program takes the rows and columns of a small problem
 ROWS, TIMES = 16 if INTERPRETED else 512, 2
 
 
@@ -27,15 +27,15 @@ class TritonArrays(TorchArrays):
         super().__init__(torch)
 
     def loss(self, dtype: str, *sides: Sequence[Array]) -> Array:
-        """``sum_i w_i nll_i`` over one or two sides: sums of a few rows, and theirs."""
-        row, *others = [[x.contiguous() for x in side] for side in sides]
-        column: list[Any] = others[0] if others else [None] * len(row)
-        m, n = row[0].shape[0], column[0].shape[0] if others else 0
-        with on_device(row[0]):
+        """``sum_i w_i nll_i`` over one or two sides: partial sums over a few rows, and the sum of these."""
+        rows, *other_sides = [[x.contiguous() for x in side] for side in sides]
+        columns: list[Any] = other_sides[0] if other_sides else [None] * len(rows)
+        m, n = rows[0].shape[0], columns[0].shape[0] if other_sides else 0
+        with on_device(rows[0]):
             programs, kind = max(1, ceil_div(ceil_div(m, ROWS) + ceil_div(n, ROWS), TIMES)), getattr(torch, dtype)
-            parts = torch.empty(programs, dtype=kind if programs == 1 else torch.float64, device=row[0].device)
-            sums.sum_nll[(programs,)](*row, *column, parts, m, n, BLOCK=ROWS, TIMES=TIMES)
-            return parts.view(()) if programs == 1 else parts.sum().to(kind)
+            sums_of_rows = torch.empty(programs, dtype=kind if programs == 1 else torch.float64, device=rows[0].device)
+            sums.sum_nll[(programs,)](*rows, *columns, sums_of_rows, m, n, BLOCK=ROWS, TIMES=TIMES)
+            return sums_of_rows.view(()) if programs == 1 else sums_of_rows.sum().to(kind)
 
     def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
         """``x * factor`` rounded once, in one pass."""

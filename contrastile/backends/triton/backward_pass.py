@@ -26,12 +26,12 @@ def gradients(
     block: Block, weights: Weights, row_gradient: Array | None, column_gradient: Array | None, options: Options
 ) -> None:
     """Adds G K and G^T Q: see ``contract.Backend``."""
-    wanted = row_gradient is not None or column_gradient is not None
-    if wanted and block.rows.shape[0] and block.columns.shape[0]:
+    is_requested = row_gradient is not None or column_gradient is not None
+    if is_requested and block.rows.shape[0] and block.columns.shape[0]:
         with on_device(block.rows):
-            one = _BackwardPass(block, weights, options)
-            columns = None if column_gradient is None else _Columns(one, "sums", column_gradient)
-            one.add_gradients(row_gradient, columns)
+            backward_pass = _BackwardPass(block, weights, options)
+            columns = None if column_gradient is None else _ColumnSums(backward_pass, "sums", column_gradient)
+            backward_pass.add_gradients(row_gradient, columns)
 
 
 @side_by_side
@@ -50,19 +50,19 @@ def finished_columns(block: Block, weights: Weights, row_gradient: Array, option
     if block.rows.shape[0] == 0 or block.columns.shape[0] == 0:
         return no_gradients(block, "gradient", ARRAYS).columns
     with on_device(block.rows):
-        one = _BackwardPass(block, weights, options)
-        columns = _Columns(one, "gradient")
-        one.add_gradients(row_gradient, columns)
-        return columns.done()
+        backward_pass = _BackwardPass(block, weights, options)
+        columns = _ColumnSums(backward_pass, "gradient")
+        backward_pass.add_gradients(row_gradient, columns)
+        return columns.result()
 
 
 def scale_gradient(plan: Any, x: Any, divide: bool) -> None:
-    """Multiply x by the plan's gradient scale, or divide it by that; in place."""
+    """Multiply x by the plan's gradient scale, or divide x by it; in place."""
     (x.div_ if divide else x.mul_)(plan[GRADIENT_SCALE.value])
 
 
 class Chunks:
-    """A workspace for G, or for its parts, and the chunks of the block that pass through it."""
+    """A workspace for G, or for its parts, and the chunks of the block that are formed in it."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Chunks:
         others: int = 0,
         held: bool = True,
     ) -> None:
-        """See ``passes.backward_chunk``; without ``held`` no G is formed, and the workspace is a stub."""
+        """See ``passes.backward_chunk``; if not ``held``, no G is formed, and the workspace is a stub."""
         self.sides, self.config = sides, config
         rows, columns = (side.x for side in sides)
         dtype = scheme.g_dtype(rows)
@@ -84,13 +84,13 @@ class Chunks:
         self._space = [workspace(*shape, dtype, rows) for _ in range(scheme.parts)]
 
     def __iter__(self) -> Iterator[tuple[list[Any], Chunk]]:
-        """G's matrices and each chunk."""
+        """Iterate over the chunks, each with the matrices of its G."""
         for chunk in chunks(self.m, self.n, self.height, self.width):
-            whole = chunk.height == self.height and chunk.width == self.width
-            yield self._space if whole else [x[: chunk.height, : chunk.width] for x in self._space], chunk
+            is_whole = chunk.height == self.height and chunk.width == self.width
+            yield self._space if is_whole else [x[: chunk.height, : chunk.width] for x in self._space], chunk
 
     def descriptors(self, g: list[Any]) -> list[Any]:
-        """G's descriptors, None where it has no such part."""
+        """The descriptors of G's three parts, None for missing parts."""
         block = self.config.bm, self.config.bn // self.config.parts
         return [descriptor(x, block) for x in g] + [None] * (3 - len(g))
 
@@ -114,78 +114,78 @@ class _BackwardPass(BlockPass):
         self.factors = self.sides
         if block.values is not None:
             self.factors = Side(block.values[0], self.scheme), Side(block.values[1], self.scheme)
-        # G at the positives that are named by index
-        self.values = None if self.masks.pairs.positives is None else empty(self.rows, self.m, dtype=torch.float64)
+        # G at the positives that an index names
+        self.entries = None if self.masks.pairs.positives is None else empty(self.rows, self.m, dtype=torch.float64)
         self._precheck(upstream)
 
     def _precheck(self, upstream: Array | None) -> None:
-        """Decide on the path, and prepare the vectors of the epilogue."""
+        """Launch the kernels that choose the path and prepare the vectors of the epilogue."""
         programs, peaks = self.programs, self.peaks
-        scalars, half = (self.block.scale, self.block.bias, upstream), self.rows.dtype == torch.float16
-        given = peaks, self.masks.pairs.positives, self.masks.pairs.excluded, self.values, *self.weights
+        scalars, is_half = (self.block.scale, self.block.bias, upstream), self.rows.dtype == torch.float16
+        vectors = peaks, self.masks.pairs.positives, self.masks.pairs.excluded, self.entries, *self.weights
         flags = {"MATCHED": self.masks.ids_only, "LANES": LANES}
-        precheck.weight_bounds[(programs,)](self.m, self.n, *scalars, *given, **flags)
+        precheck.weight_bounds[(programs,)](self.m, self.n, *scalars, *vectors, **flags)
         precheck.epilogue_scales[(programs,)](
             peaks, self.plan, *scalars, self.m, self.n, programs, *self.weights, *self.vectors,
-            **flags, HALF=half, EXACT=self.exact, BLOCK=BLOCK,
+            **flags, HALF=is_half, EXACT=self.exact, BLOCK=BLOCK,
         )  # fmt: skip
 
-    def add_gradients(self, row_gradient: Any, columns: _Columns | None) -> None:
-        """Add to the gradients that are wanted."""
+    def add_gradients(self, row_gradient: Any, columns: _ColumnSums | None) -> None:
+        """Add to the requested gradients."""
         walk = Chunks(self.sides, self.scheme, self.gradient, self.options)
-        added = row_gradient, None if columns is None else columns.given
-        with gradient_scaling(added, self.scheme.dtype, partial(scale_gradient, self.plan)):
+        accumulators = row_gradient, None if columns is None else columns.accumulator
+        with gradient_scaling(accumulators, self.scheme.dtype, partial(scale_gradient, self.plan)):
             for g, chunk in walk:
-                row, column, high, wide = chunk
-                self._form(walk, g, chunk)
+                row, column, height, width = chunk
+                self._form_chunk(walk, g, chunk)
                 if row_gradient is not None:
-                    k = self.factors[1].factors(column, wide)
-                    accumulate(row_gradient[row : row + high], g, k, self.product)
+                    k = self.factors[1].factors(column, width)
+                    accumulate(row_gradient[row : row + height], g, k, self.product)
                 if columns is not None:
                     columns.add(g, chunk)
 
     def final_gradients(self, form: ColumnForm | None) -> Finished:
-        """Both gradients, overwriting and not adding."""
+        """Compute both gradients, overwriting instead of adding."""
         out = torch.empty(self.rows.shape, dtype=self.rows.dtype, device=self.rows.device)
-        side = _Columns(self, form)
-        inner = self._final_rows(out, side)
-        # only now: the workspace is free, and its memory holds the columns' gradient
-        return Finished(out, side.done(), inner)
+        column_sums = _ColumnSums(self, form)
+        inner = self._final_rows(out, column_sums)
+        # after ``_final_rows``, because the columns' gradient may take the memory of the workspace
+        return Finished(out, column_sums.result(), inner)
 
-    def _final_rows(self, out: Any, side: _Columns) -> Any:
-        """Write the rows' gradient, add to the columns' side, and return the scale's part.
+    def _final_rows(self, out: Any, column_sums: _ColumnSums) -> Any:
+        """Write the rows' gradient, add to the columns' sums, and return ``Finished.inner``.
 
-        Rows are finalized as soon as their sums are complete, while they may still be in the cache.
+        Rows are finalized as soon as their sums are complete, while the sums may still be in the cache.
         """
         rows, d = self.rows, self.rows.shape[1]
-        others = row_bytes(self.m, d, out.itemsize)
-        walk = Chunks(self.sides, self.scheme, self.gradient, self.options, others)
-        sums_of_rows = workspace(walk.height, d, torch.float32, rows)
+        other_bytes = row_bytes(self.m, d, out.itemsize)
+        walk = Chunks(self.sides, self.scheme, self.gradient, self.options, other_bytes)
+        row_sums = workspace(walk.height, d, torch.float32, rows)
         tall = LINES // 2
         programs, starts = ceil_div(walk.height, tall), range(0, self.m, walk.height)
-        left = (len(starts) - 1) * programs + ceil_div(self.m - starts[-1], tall)
-        inner = torch.empty(left, dtype=torch.float64, device=rows.device)
+        row_programs = (len(starts) - 1) * programs + ceil_div(self.m - starts[-1], tall)
+        inner = torch.empty(row_programs, dtype=torch.float64, device=rows.device)
         for g, chunk in walk:
-            row, column, high, wide = chunk
-            self._form(walk, g, chunk)
-            k, part = self.factors[1].factors(column, wide), lines(sums_of_rows, 0, high)
+            row, column, height, width = chunk
+            self._form_chunk(walk, g, chunk)
+            k, part = self.factors[1].factors(column, width), lines(row_sums, 0, height)
             accumulate(part, g, k, self.product, fresh=column == 0)
-            if column + wide == self.n:
-                matrices = part, lines(rows, row, high), lines(out, row, high)
-                strides, mine = [x.stride(0) for x in matrices], inner[row // walk.height * programs :]
-                sums.finalize_rows[(ceil_div(high, tall),)](
-                    *matrices, mine, self.block.scale, self.plan, high, *strides, depth=d, LINES=tall, BD=step(d)
+            if column + width == self.n:
+                matrices = part, lines(rows, row, height), lines(out, row, height)
+                strides, parts = [x.stride(0) for x in matrices], inner[row // walk.height * programs :]
+                sums.finalize_rows[(ceil_div(height, tall),)](
+                    *matrices, parts, self.block.scale, self.plan, height, *strides, depth=d, LINES=tall, BD=step(d)
                 )
-            side.add(g, chunk)
+            column_sums.add(g, chunk)
         return inner.sum()
 
-    def _form(self, walk: Chunks, g: list[Any], chunk: Chunk) -> None:
-        """G of a chunk, its positives included."""
-        self._tiles(walk, g, chunk)
-        if self.values is not None:
-            self._positives(g, chunk)
+    def _form_chunk(self, walk: Chunks, g: list[Any], chunk: Chunk) -> None:
+        """Form G of a chunk, including its positives."""
+        self._form_tiles(walk, g, chunk)
+        if self.entries is not None:
+            self._set_positives(g, chunk)
 
-    def _tiles(self, walk: Chunks, g: list[Any], chunk: Chunk) -> None:
+    def _form_tiles(self, walk: Chunks, g: list[Any], chunk: Chunk) -> None:
         config, masks = self.gradient, self.masks
         backward.gradient_tiles[grid(chunk.height, chunk.width, config, self.rows)](
             *walk.features(chunk), *walk.descriptors(g), self.plan, *self.vectors, *masks.spanned[1:],
@@ -194,38 +194,38 @@ class _BackwardPass(BlockPass):
             PARTS=config.parts, DIVIDED=self.scheme.divided, **config.named,
         )  # fmt: skip
 
-    def _positives(self, g: list[Any], chunk: Chunk) -> None:
-        given = self.plan, self.values, self.masks.pairs.positives, self.masks.pairs.excluded
+    def _set_positives(self, g: list[Any], chunk: Chunk) -> None:
+        vectors = self.plan, self.entries, self.masks.pairs.positives, self.masks.pairs.excluded
         positives.set_positives[(ceil_div(chunk.height, LANES),)](
-            *g, *[None] * (3 - len(g)), g[0].stride(0), *given, *chunk, LANES=LANES
+            *g, *[None] * (3 - len(g)), g[0].stride(0), *vectors, *chunk, LANES=LANES
         )
 
 
-class _Columns:
-    """The columns' side, sums in float32: those that are ``given`` and added to, or new ones."""
+class _ColumnSums:
+    """The columns' gradient as sums in float32: added to ``accumulator``, or else in new memory."""
 
-    def __init__(self, owner: _BackwardPass, form: ColumnForm | None, given: Any = None) -> None:
-        self.owner, self.form, self.given, self.sums, x = owner, form, given, given, owner.columns
-        if form is not None and given is None:
+    def __init__(self, owner: _BackwardPass, form: ColumnForm | None, accumulator: Any = None) -> None:
+        self.owner, self.form, self.accumulator, self.sums, x = owner, form, accumulator, accumulator, owner.columns
+        if form is not None and accumulator is None:
             self.sums = torch.empty(x.shape, dtype=torch.float32, device=x.device)
 
     def add(self, g: list[Any], chunk: Chunk) -> None:
         """Add a chunk of G."""
-        row, column, high, wide = chunk
+        row, column, height, width = chunk
         if self.sums is not None:
-            q, part = self.owner.factors[0].factors(row, high), lines(self.sums, column, wide)
-            accumulate(part, g, q, self.owner.product, transposed=True, fresh=row == 0 and self.given is None)
+            q, part = self.owner.factors[0].factors(row, height), lines(self.sums, column, width)
+            accumulate(part, g, q, self.owner.product, transposed=True, fresh=row == 0 and self.accumulator is None)
 
-    def done(self) -> Any:
+    def result(self) -> Any:
         """The sums or the gradient, as ``form`` says."""
         x, scale = self.owner.columns, self.owner.block.scale
-        half = x.dtype == torch.float16
-        power = self.owner.plan[GRADIENT_SCALE.value] if half else None
-        if self.form == "sums" and half:
-            # a power of two: exact
+        is_half = x.dtype == torch.float16
+        power = self.owner.plan[GRADIENT_SCALE.value] if is_half else None
+        if self.form == "sums" and is_half:
+            # exact: a power of two
             self.sums.div_(power)
         if self.form != "gradient":
             return self.sums
         out = self.sums if x.dtype == torch.float32 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        # exact, but where it is too small for any product to be above 0 in float16
-        return torch.mul(self.sums, scale / power if half else scale, out=out)
+        # scale / power is exact, unless it is so small that every product is 0 in float16
+        return torch.mul(self.sums, scale / power if is_half else scale, out=out)

@@ -1,7 +1,7 @@
-"""Tile shapes, chosen ahead for each kernel, architecture and dtype.
+"""Tile shapes, fixed for each kernel, architecture and dtype.
 
-Chosen by measurement (``docs/benchmarks/gpu.md``), not tuned at the first call: the same shapes give the same bits
-everywhere, and a first call compiles a handful of kernels instead of dozens.
+They are chosen by measurement (``docs/benchmarks/gpu.md``) and not tuned at the first call: the same shapes give the
+same bits everywhere, and a first call compiles a handful of kernels instead of dozens.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Config:
         stages: steps of the pipeline held in shared memory.
         resident: programs that share a multiprocessor: one's epilogue runs behind another's products.
         group: tile rows in a band (see ``tiles.place``).
-        parts: column parts in which a tile of G is finished and stored: 1 or 2, more for the sigmoid kernel alone.
-        strip: columns that the sigmoid kernel takes at a time; those of one thread, or they change hands.
-        precision: ``input_precision`` of the products; matters for float32 alone.
+        parts: column parts in which a tile of G is finished and stored: 1 or 2, more only for the sigmoid kernel.
+        strip: columns that the sigmoid kernel takes at a time: those of one thread, else threads exchange them.
+        precision: ``input_precision`` of the products; matters only for float32.
         registers: most registers of a thread, where more would keep ``resident`` programs from fitting.
     """
 
@@ -58,17 +58,17 @@ class Config:
 
     @cached_property
     def named(self) -> dict[str, Any]:
-        """The compile-time arguments that say the tile, and the compile options of a launch."""
-        given: dict[str, Any] = {"BM": self.bm, "BN": self.bn, "BK": self.bk, "GROUP": self.group}
-        given |= {"PRECISION": self.precision, "num_warps": self.warps, "num_stages": self.stages}
-        return given if self.registers is None else given | {"maxnreg": self.registers}
+        """The compile-time arguments for the tile, and the compile options of a launch."""
+        arguments: dict[str, Any] = {"BM": self.bm, "BN": self.bn, "BK": self.bk, "GROUP": self.group}
+        arguments |= {"PRECISION": self.precision, "num_warps": self.warps, "num_stages": self.stages}
+        return arguments if self.registers is None else arguments | {"maxnreg": self.registers}
 
     def ragged(self, chunk: Chunk) -> bool:
-        """Whether some tile of the chunk reaches past its edge."""
+        """Whether a tile reaches past the edge of the chunk."""
         return chunk.height % self.bm != 0 or chunk.width % self.bn != 0
 
 
-# kernel -> dtype -> architecture at least -> configuration; what has no entry of its own is of 16 bits, or parts of 16
+# kernel -> dtype -> least architecture -> configuration; "half": features or parts of 16 bits, and dtypes without entry
 _TABLE: dict[str, dict[str, dict[int, Config]]] = {
     "lse": {
         "half": {80: Config(128, 128, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2, group=8)},
@@ -76,22 +76,22 @@ _TABLE: dict[str, dict[str, dict[int, Config]]] = {
     },
     # ranks and nearest columns: an epilogue of few instructions needs no second program to hide behind
     "search": {"half": {80: Config(128, 64, 32, 4, 3, 2), 90: Config(128, 256, 64, 8, 3, 1, group=8)}},
-    # ids: 64-bit comparisons take registers
+    # with ids: 64-bit comparisons take registers
     "masked": {
         "half": {80: Config(128, 64, 32, 4, 3, 2), 90: Config(128, 64, 64, 4, 3, 2)},
         "tf32": {80: Config(64, 64, 32, 4, 3, 2)},
     },
-    # a guide's marks besides, in the room of half of the buffer through which a tile of G is stored
+    # with a guide's marks, which take half of the buffer through which a tile of G is stored
     "guided": {
         "half": {80: Config(128, 64, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2, group=8, parts=4)},
         "tf32": {80: Config(64, 64, 32, 4, 3, 2), 90: Config(128, 128, 32, 4, 3, 2, parts=4)},
     },
-    # positives by ids: their sums and counts besides
+    # with positives by ids, whose sums and counts are stored too
     "matched": {
         "half": {80: Config(64, 64, 32, 4, 3, 2), 90: Config(128, 64, 64, 4, 3, 2)},
         "tf32": {80: Config(64, 64, 32, 4, 3, 2)},
     },
-    # and excluded pairs: with 4 warps on Hopper the registers spill
+    # with excluded pairs too: with 4 warps on Hopper the registers spill
     "matched, excluding": {
         "half": {80: Config(64, 64, 32, 4, 3, 2), 90: Config(128, 64, 64, 8, 3, 2)},
         "tf32": {80: Config(64, 64, 32, 4, 3, 2)},
@@ -135,14 +135,14 @@ def tile_config(kernel: str, dtype: str, architecture: int, width: int, precisio
 
     Args:
         kernel: a name of the table.
-        dtype: name of the features' dtype, or the name under which ``operands.Scheme`` has their factors.
+        dtype: name of the features' dtype, or ``dtype`` of their ``operands.Scheme``.
         architecture: compute capability times 10, e.g. 90; 0 under the interpreter.
-        width: features of a row. Where they are few, the forward pass is faster with bands twice as high.
+        width: features of a row. With few features, the forward pass is faster with bands twice as high.
         precision: ``input_precision`` of the kernel's products.
     """
     if architecture == 0:
         return replace(_INTERPRETED, precision=precision)
-    fitting = _TABLE[kernel].get(dtype) or _TABLE[kernel]["half"]
-    config = fitting[max(least for least in fitting if least <= max(architecture, 80))]
-    high = kernel == "lse" and width <= 512
-    return replace(config, precision=precision, group=2 * config.group if high else config.group)
+    configs = _TABLE[kernel].get(dtype) or _TABLE[kernel]["half"]
+    config = configs[max(least for least in configs if least <= max(architecture, 80))]
+    has_high_bands = kernel == "lse" and width <= 512
+    return replace(config, precision=precision, group=2 * config.group if has_high_bands else config.group)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # pyright: reportGeneralTypeIssues=false
-"""What a guide leaves out: its dot products are compared with its limits once for a chunk, and two bits of a pair kept.
+"""Marks of a guide: its dot products are compared with its limits once for a chunk, and two bits of a pair are kept.
 
-The kernels that follow read marks where they would compare logits. Two tiles of dots are more than the registers hold.
+Later kernels read the marks instead of comparing logits, because two tiles of dots are more than the registers hold.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""For launches: aligned features and their descriptors, the device, the number of programs."""
+"""What a launch needs: aligned features and their descriptors, the device, the number of programs."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ _ALIGNMENT = 16
 def aligned(x: Any) -> Any:
     """X itself if its rows are 16-byte aligned with unit stride; else an aligned copy."""
     step = _ALIGNMENT // x.element_size()
-    unit = x.stride(1) == 1 or x.shape[1] == 1
-    if unit and x.stride(0) >= x.shape[1] and x.stride(0) % step == 0 and x.data_ptr() % _ALIGNMENT == 0:
+    has_unit_stride = x.stride(1) == 1 or x.shape[1] == 1
+    if has_unit_stride and x.stride(0) >= x.shape[1] and x.stride(0) % step == 0 and x.data_ptr() % _ALIGNMENT == 0:
         return x
     copy = workspace(x.shape[0], x.shape[1], x.dtype, x)
     return copy.copy_(x)
 
 
 def descriptor(x: Any, block: tuple[int, int]) -> TensorDescriptor:
-    """The descriptor of an aligned matrix for blocks of this shape; outside, reads give 0 and writes are dropped."""
+    """The descriptor of an aligned matrix for blocks of this shape; outside x, reads give 0 and writes are dropped."""
     return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], list(block))
 
 
 def workspace(height: int, width: int, dtype: Any, like: Any) -> Any:
     """An uninitialised (height, width) matrix whose rows are 16-byte aligned."""
     step = _ALIGNMENT // dtype.itemsize
-    whole = torch.empty((height, -(-width // step) * step), dtype=dtype, device=like.device)
-    return whole if width % step == 0 else whole[:, :width]
+    padded = torch.empty((height, -(-width // step) * step), dtype=dtype, device=like.device)
+    return padded if width % step == 0 else padded[:, :width]
 
 
 def on_device(x: Any) -> AbstractContextManager[Any]:
-    """Launch on x's device and its current stream, whatever the current device is."""
-    # as torch.cuda.current_device, without its check that CUDA is initialised
-    here = not x.is_cuda or x.get_device() == torch._C._cuda_getDevice()
-    return nullcontext() if here else torch.cuda.device(x.device)
+    """While open, launch on x's device and its current stream, whatever the current device is."""
+    # _cuda_getDevice is torch.cuda.current_device without its check that CUDA is initialised
+    is_current = not x.is_cuda or x.get_device() == torch._C._cuda_getDevice()
+    return nullcontext() if is_current else torch.cuda.device(x.device)
 
 
 def architecture(x: Any) -> int:

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""The positives that are given by index: their logits, what these come to by column, their entries of G.
+"""Positives that an index names: their logits, the statistics of these by column, and their entries of G.
 
-Tensor cores truncate as they add, so all of a tile's dots are short by a little; a positive's dot is taken by the same
-instructions, and where features share a direction, what is short cancels in the differences.
+Tensor cores truncate as they add, so all dots of a tile are slightly too small. A positive's dot uses the same
+instructions, so that this error cancels in differences of logits where features share a direction.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """The second products of the backward: ``out += G K`` and ``out += G^T Q``, accumulated in float32.
 
-On a GPU float16 and bfloat16, parts of float32 among them, go to cuBLAS, the fastest for a plain product. The kernel
-here takes everything else: the product of the first of three parts, whose sum must be as exact as in float32; float32,
-which cuBLAS rounds to tf32 if a global switch says so; and the CPU.
+On a GPU cuBLAS multiplies float16 and bfloat16, also parts of float32, because it is the fastest for a plain product.
+The kernel here computes all others: the product of the first of three parts, whose sum must be as exact as in float32;
+float32, which cuBLAS rounds to tf32 if a global switch says so; and all products on the CPU.
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ def accumulate(
         features: (r, d), or as many parts; rows 16-byte aligned.
         config: tile of the kernel, where it is used.
         transposed: whether g enters transposed.
-        fresh: out is overwritten, whatever it holds.
+        fresh: whether out is overwritten, whatever it holds.
     """
-    for number, (left, right) in enumerate(PRODUCTS[len(g)]):
+    for index, (g_part, feature_part) in enumerate(PRODUCTS[len(g)]):
         # the product of the first of three parts is all but 2^-8 of the whole
-        exact = len(g) == 3 and left == right == 0
-        _accumulate(out, g[left], features[right], config, transposed, fresh and number == 0, exact)
+        exact = len(g) == 3 and g_part == feature_part == 0
+        _accumulate(out, g[g_part], features[feature_part], config, transposed, fresh and index == 0, exact)
 
 
 def _accumulate(out: Any, g: Any, features: Any, config: Config, transposed: bool, fresh: bool, exact: bool) -> None:
     if not INTERPRETED and g.dtype != torch.float32 and not exact and _has_out_dtype():
-        left = g.T if transposed else g
-        torch.addmm(out, left, features, out_dtype=torch.float32, beta=0 if fresh else 1, out=out)
+        matrix = g.T if transposed else g
+        torch.addmm(out, matrix, features, out_dtype=torch.float32, beta=0 if fresh else 1, out=out)
         return
     m, n, terms = out.shape[0], out.shape[1], features.shape[0]
     bm, bn, bk = config.bm, config.bn, config.bk

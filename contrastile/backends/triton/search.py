@@ -1,9 +1,9 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Ranks and nearest columns: a tile of dot products is compared with a number of each row, and never stored.
+"""Ranks and nearest columns: each tile of dot products is compared with a threshold of each row, and never stored.
 
-A dot is the same bits wherever its row and its column stand: tensor cores add over the features in one order, whatever
-the tile. So a column compared with its own dot is equal, and equal columns tie.
+A dot has the same bits wherever its row and its column are: tensor cores add over the features in one order, whatever
+the tile. So a column's dot equals the same dot in another launch, and equal columns tie.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from contrastile.backends.triton.launch import grid, on_device
 from contrastile.backends.triton.operands import BlockPass, features_of
 from contrastile.backends.triton.tiles import NO_IDS, dots, pairs, place, touched, within_limits
 
-# what is made of a tile
+# the modes of ``search_tiles``
 _COUNT, _PEAKS, _COLLECT = (tl.constexpr(x) for x in range(3))
 
 _EMPTY = -0x7F800001 << 32
-"""The key of no column: of -inf, behind every column's."""
+"""The key of an empty place: that of -inf, after the keys of all columns."""
 
 
 @kernel
@@ -101,7 +101,7 @@ class _Search(BlockPass):
 
     def __init__(self, block: Block) -> None:
         super().__init__(block, Options())
-        # ids are compared in few tiles, or the larger tile still reads less
+        # no tile shape of its own for ids: few tiles compare ids, else the larger tile still reads less
         self.tile = self.config("search")
         self.across = ceil_div(self.n, self.tile.bn)
 
@@ -129,34 +129,34 @@ def own(block: Block) -> Any:
 
 def ranks(block: Block) -> Any:
     """See ``contract.Search``."""
-    given: Any = block.pairs
+    vectors: Any = block.pairs
     count = torch.zeros(block.rows.shape[0], dtype=torch.int64, device=block.rows.device)
     _Search(block).tiles(_COUNT, count, own(block))
-    # the positive's dot is not under itself, but its id may be the row's
-    return count - (1 if given.row_ids is None else (given.column_ids[given.positives] != given.row_ids).long())
+    # the positive counts itself, as its dot is not below itself, unless its id is the row's
+    return count - (1 if vectors.row_ids is None else (vectors.column_ids[vectors.positives] != vectors.row_ids).long())
 
 
 def most(columns: Any) -> int:
     """See ``contract.Search``."""
-    # a quarter of all parts
+    # k + 1 parts may be a quarter of all parts
     return ceil_div(columns.shape[0], _Search(Block(columns[:0], columns, columns.new_ones(()))).tile.bn) * 2 - 1
 
 
 def nearest(block: Block, k: int, numbers: Any) -> tuple[Any, Any, Any]:
     """See ``contract.Search``."""
-    run, m, where = _Search(block), block.rows.shape[0], block.pairs.positives
-    wanted = k if where is None else k + 1
-    parts = next(x for x in (1, 2, 4, 8) if x * run.across >= 4 * wanted)
-    like = {"device": block.rows.device}
-    peaks = run.tiles(_PEAKS, torch.empty((m, run.across * parts), **like), parts=parts)
-    peaks = peaks.topk(wanted, dim=1, sorted=False).values
-    # as many dots as are wanted reach the least of as many parts' largest
+    search, m, positive_numbers = _Search(block), block.rows.shape[0], block.pairs.positives
+    count = k if positive_numbers is None else k + 1
+    parts = next(x for x in (1, 2, 4, 8) if x * search.across >= 4 * count)
+    options = {"device": block.rows.device}
+    peaks = search.tiles(_PEAKS, torch.empty((m, search.across * parts), **options), parts=parts)
+    peaks = peaks.topk(count, dim=1, sorted=False).values
+    # the bar is the ``count``-th largest of the parts' maxima: at least ``count`` dots reach it
     bars = peaks.amin(1).clamp_(min=torch.finfo(torch.float32).min)
-    keys = torch.full((m, 2 * wanted + 64), _EMPTY, **like)
-    found = run.tiles(_COLLECT, torch.zeros(m, dtype=torch.int32, **like), bars, numbers, keys, 8)
-    if where is not None:
-        keys.masked_fill_((keys & 0xFFFFFFFF) == (0xFFFFFFFF - where)[:, None], _EMPTY)
+    keys = torch.full((m, 2 * count + 64), _EMPTY, **options)
+    key_counts = search.tiles(_COLLECT, torch.zeros(m, dtype=torch.int32, **options), bars, numbers, keys, 8)
+    if positive_numbers is not None:
+        keys.masked_fill_((keys & 0xFFFFFFFF) == (0xFFFFFFFF - positive_numbers)[:, None], _EMPTY)
     room = keys.shape[1]
     keys = keys.topk(k, dim=1).values
     bits = (keys >> 32).int()
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32), 0xFFFFFFFF - (keys & 0xFFFFFFFF), found > room
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32), 0xFFFFFFFF - (keys & 0xFFFFFFFF), key_counts > room

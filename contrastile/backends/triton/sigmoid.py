@@ -3,8 +3,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """The sigmoid kernel: value and G of the additive loss in one pass over the tiles of X.
 
-Nearly every pair is a negative that counts. A tile asks first whether any of its pairs is another: named, excluded,
-alike in id, past an edge, or of a row without weight. Only then does it compare.
+Nearly every pair is a negative that counts. A tile first checks whether it has any other pair: named, excluded, with
+equal ids, past an edge, or of a row without weight. Only then does it compare.
 
 With ``t = -z x`` in powers of two and ``e = 2^-|t|`` in [0, 1], nothing overflows or cancels: a pair costs
 ``max(t, 0) + log2(1 + e)``, of slope ``1 / (1 + e)`` or ``e / (1 + e)``. No logarithm is taken of a pair: the

@@ -42,35 +42,35 @@ class _SigmoidPass(BlockPass):
     def __init__(self, block: Block, row_weight: Any, options: Options) -> None:
         super().__init__(block, options)
         self.row_weight, self.plan = row_weight, empty(self.rows, PLAN_SIZE)
-        half, lanes = self.rows.dtype == torch.float16, 8 if INTERPRETED else 1024
-        sigmoid.plan_sigmoid[(1,)](row_weight, block.bias, self.plan, self.m, HALF=half, BLOCK=lanes)
+        is_half, lanes = self.rows.dtype == torch.float16, 8 if INTERPRETED else 1024
+        sigmoid.plan_sigmoid[(1,)](row_weight, block.bias, self.plan, self.m, HALF=is_half, BLOCK=lanes)
 
     def run(self, loss: Any, slope: Any, row_gradient: Any, column_gradient: Any) -> None:
-        """Fill loss and slope, and add to the gradients that are wanted."""
+        """Fill loss and slope, and add to the requested gradients."""
         config, product = self.config("sigmoid"), self.config("product")
-        wanted = row_gradient is not None or column_gradient is not None
-        walk = Chunks(self.sides, self.scheme, config, self.options, held=wanted)
-        parts = [empty(self.rows, ceil_div(walk.width, config.bn) * walk.height) for _ in range(2)]
+        needs_g = row_gradient is not None or column_gradient is not None
+        walk = Chunks(self.sides, self.scheme, config, self.options, held=needs_g)
+        partials = [empty(self.rows, ceil_div(walk.width, config.bn) * walk.height) for _ in range(2)]
         scale = partial(scale_gradient, self.plan)
         with gradient_scaling((row_gradient, column_gradient), self.scheme.dtype, scale):
             for g, chunk in walk:
-                row, column, high, wide = chunk
-                self._tiles(walk, g, parts, wanted, chunk)
-                sizes = high, ceil_div(wide, config.bn), int(column == 0)
-                for part, out in zip(parts, (loss, slope), strict=True):
-                    forward.add_parts[(ceil_div(high, LANES),)](part, out[row:], *sizes, LANES=LANES, DEPTH=DEPTH)
+                row, column, height, width = chunk
+                self._launch_tiles(walk, g, partials, needs_g, chunk)
+                sizes = height, ceil_div(width, config.bn), int(column == 0)
+                for part, out in zip(partials, (loss, slope), strict=True):
+                    forward.add_parts[(ceil_div(height, LANES),)](part, out[row:], *sizes, LANES=LANES, DEPTH=DEPTH)
                 if row_gradient is not None:
-                    accumulate(row_gradient[row : row + high], g, self.sides[1].factors(column, wide), product)
+                    accumulate(row_gradient[row : row + height], g, self.sides[1].factors(column, width), product)
                 if column_gradient is not None:
-                    q = self.sides[0].factors(row, high)
-                    accumulate(column_gradient[column : column + wide], g, q, product, transposed=True)
+                    q = self.sides[0].factors(row, height)
+                    accumulate(column_gradient[column : column + width], g, q, product, transposed=True)
         sigmoid.row_sums[(ceil_div(self.m, LANES),)](slope, self.row_weight, self.m, LANES=LANES)
 
-    def _tiles(self, walk: Chunks, g: list[Any], parts: list[Any], wanted: bool, chunk: Chunk) -> None:
+    def _launch_tiles(self, walk: Chunks, g: list[Any], partials: list[Any], needs_g: bool, chunk: Chunk) -> None:
         config, masks = walk.config, self.masks
         sigmoid.sigmoid_tiles[grid(chunk.height, chunk.width, config, self.rows)](
-            *walk.features(chunk), *walk.descriptors(g), self.plan, self.block.scale, self.row_weight, *parts,
+            *walk.features(chunk), *walk.descriptors(g), self.plan, self.block.scale, self.row_weight, *partials,
             masks.pairs.positives, *masks.vectors(), self.m, self.n, *chunk, depth=self.sides[0].depth,
-            GRADIENTS=wanted, **masks.flags(), PARTS=config.parts, STRIP=config.strip, DIVIDED=self.scheme.divided,
+            GRADIENTS=needs_g, **masks.flags(), PARTS=config.parts, STRIP=config.strip, DIVIDED=self.scheme.divided,
             **config.named,
         )  # fmt: skip
