@@ -40,7 +40,7 @@ def message(call: Call, library: str = "torch") -> str:
 @contextlib.contextmanager
 def _world(without: str) -> Iterator[None]:
     """No backends of other packages, and no package of this name, but all others: what is installed must not show."""
-    there, points = registry._is_there, importlib.metadata.entry_points
+    there, points = registry._can_find, importlib.metadata.entry_points
 
     def is_there(name: str) -> bool:
         return name.partition(".")[0] != without if without else there(name)
@@ -51,7 +51,7 @@ def _world(without: str) -> Iterator[None]:
     registry.load.cache_clear()
     with (
         mock.patch.object(importlib.metadata, "entry_points", entry_points),
-        mock.patch.object(registry, "_is_there", is_there),
+        mock.patch.object(registry, "_can_find", is_there),
     ):
         yield
     registry.load.cache_clear()

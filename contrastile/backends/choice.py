@@ -90,12 +90,12 @@ def choose(library: str, place: str, dtype: str = "float32", precision: str = "a
 @cache
 def explained(library: str, place: str, dtype: str, precision: str, *, guide: bool = False) -> Choice:
     """The choice of ``choose``, with its reason."""
-    choice = _choose(library, place, dtype, precision, guide)
+    choice = _found(library, place, dtype, precision, guide)
     _log.debug("backend='auto' is %s for %s %s arrays on %s: %s", choice.name, library, dtype, place, choice.why)
     return choice
 
 
-def _choose(library: str, place: str, dtype: str, precision: str, guide: bool) -> Choice:
+def _found(library: str, place: str, dtype: str, precision: str, guide: bool) -> Choice:
     if library in ("numpy", "cupy"):
         return Choice(library, f"it computes {library} arrays where they are")
     device = place.partition(":")[0]

@@ -44,12 +44,12 @@ class Objective:
         return by_n, by_p + self.share, by_d - self.share
 
 
-def _weighted_value(arrays: Any, objective: Objective, lone: bool, lowered: Array, *side: Array) -> Array:
-    """``w_i value_i`` in float64, (m,): see ``Terms.total``. ``lone``: whether S is P, every positive being single."""
+def _weighted_value(arrays: Any, objective: Objective, single: bool, lowered: Array, *side: Array) -> Array:
+    """``w_i value_i`` in float64, (m,): see ``Terms.total``. ``single``: whether S is P, as of single positives."""
     n, p, positive_sum, weight, target = side
     s, weight = head(arrays.cast(positive_sum, "float64")), arrays.cast(weight, "float64")
     # a single positive has a target of 1, and P - t S is 0
-    target = arrays.cast(target, "float64") if lone else reciprocal_of_count(arrays, target)
+    target = arrays.cast(target, "float64") if single else reciprocal_of_count(arrays, target)
     # a log-sum-exp is never below a mean of its own terms: rounding may put it there, so it is clamped
     spread = arrays.maximum(head(p) - target * s, 0.0)
     # S tells a missing positive (0) from a positive whose logit is -inf

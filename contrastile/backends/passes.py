@@ -105,8 +105,8 @@ def backward_chunk(m: int, n: int, size: int, step: int, options: Options, other
         options: the size of the workspace, or a tile that caps it.
         others: bytes of the rows' gradient, which reduce the workspace by at most a quarter.
     """
-    whole = workspace_bytes(options)
-    return _chunk_size(m, n, max(1, max(whole - others, whole * 3 // 4) // size), step, options)
+    workspace = workspace_bytes(options)
+    return _chunk_size(m, n, max(1, max(workspace - others, workspace * 3 // 4) // size), step, options)
 
 
 def _chunk_size(m: int, n: int, area: int, step: int, options: Options) -> Size:

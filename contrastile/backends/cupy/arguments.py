@@ -41,11 +41,11 @@ def structs() -> dict[str, type[ctypes.Structure]]:
     return known
 
 
-def _fields(line: str, known: dict[str, type[ctypes.Structure]], where: str) -> list[tuple[str, Any]]:
+def _fields(line: str, known: dict[str, type[ctypes.Structure]], origin: str) -> list[tuple[str, Any]]:
     match = _FIELD.fullmatch(line)
     ctype = None if match is None else ctypes.c_void_p if match["pointer"] else {**_PLAIN, **known}.get(match["type"])
     if match is None or ctype is None:
-        raise ValueError(f"a field must be a pointer, a number or a struct declared before, got {line!r} of {where}")
+        raise ValueError(f"a field must be a pointer, a number or a struct declared before, got {line!r} of {origin}")
     return [(name, ctype) for name in match["names"].split(", ")]
 
 

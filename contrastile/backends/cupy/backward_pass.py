@@ -263,18 +263,18 @@ class _BackwardPass:
             yield g, chunk
 
     def _form_tiles(self, g: Any, chunk: Chunk, *, in_place_of_kept: bool = False) -> None:
-        where = {"g": pointer(g), "g_stride": row_stride(g), "in_place_of_kept": in_place_of_kept}
-        self.tiles.run("gradient", self._arguments(chunk, **where), g)
+        output = {"g": pointer(g), "g_stride": row_stride(g), "in_place_of_kept": in_place_of_kept}
+        self.tiles.run("gradient", self._arguments(chunk, **output), g)
 
-    def _arguments(self, chunk: Chunk, **where: Any) -> Any:
-        """The arguments that form G of a chunk; ``where`` has the output's, if G is stored."""
+    def _arguments(self, chunk: Chunk, **output: Any) -> Any:
+        """The arguments that form G of a chunk; ``output`` says where G is stored, if it is."""
         return struct("GradientArguments")(
             **self.tiles.common(chunk),
             plan=pointer(self.plan),
             row=self.row.epilogue(),
             column=self.column.epilogue(),
             entries=pointer(self.entries),
-            **where,
+            **output,
         )
 
 

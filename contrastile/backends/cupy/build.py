@@ -123,8 +123,8 @@ def keep(instance: Instance, architecture: str, compiled: Compiled) -> Path:
 def _key(instance: Instance, architecture: str) -> str:
     """A digest of all inputs of the cubin."""
     version = map(str, nvrtc_version())
-    parts = [_sources(instance.file), *OPTIONS, architecture, instance.file, instance.kernel, *version]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    inputs = [_sources(instance.file), *OPTIONS, architecture, instance.file, instance.kernel, *version]
+    return hashlib.sha256("\0".join(inputs).encode()).hexdigest()
 
 
 @cache

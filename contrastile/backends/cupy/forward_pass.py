@@ -62,12 +62,12 @@ class _SideState:
             (len(names), room) float32 partials of one chunk.
     """
 
-    def __init__(self, length: int, wanted: bool, has_target_ids: bool, room: int) -> None:
-        self.length, self.is_requested, self.room = length, wanted, room
+    def __init__(self, length: int, is_requested: bool, has_target_ids: bool, room: int) -> None:
+        self.length, self.is_requested, self.room = length, is_requested, room
         self.names = _SUMS + (_BY_IDS if has_target_ids else ())
-        size = length if wanted else 0
+        size = length if is_requested else 0
         self.negative_lse, self.positive_lse, self.positive_sum = (empty(size, dtype="float64") for _ in range(3))
-        self.sizes = 8 * size, 24 * size if has_target_ids else 0, 4 * len(self.names) * room if wanted else 0
+        self.sizes = 8 * size, 24 * size if has_target_ids else 0, 4 * len(self.names) * room if is_requested else 0
         self.scratch: Sequence[int] = ()
 
     def statistics(self) -> SideStatistics:
@@ -94,11 +94,11 @@ class _SideState:
         outputs |= {"lse": pointer(self.positive_lse, start), "sum": pointer(self.positive_sum, start)}
         return self._fold_struct("PositiveSide", _BY_IDS, length, ends, tiles=tiles, **outputs)
 
-    def _fold_struct(self, kind: str, names: Sequence[str], length: int, ends: tuple[bool, bool], **others: Any) -> Any:
+    def _fold_struct(self, kind: str, names: Sequence[str], length: int, ends: tuple[bool, bool], **fields: Any) -> Any:
         if not self.is_requested:
             return struct(kind)()
         parts = {name.removeprefix("positive_"): self._part(name) for name in names}
-        return struct(kind)(**parts, part_stride=length, length=length, first=ends[0], last=ends[1], **others)
+        return struct(kind)(**parts, part_stride=length, length=length, first=ends[0], last=ends[1], **fields)
 
 
 class _ForwardPass:

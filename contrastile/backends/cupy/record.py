@@ -30,7 +30,7 @@ def require_gpu() -> None:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         reason = f"CuPy reaches no NVIDIA GPU ({error})"
     if reason:
-        # CuPy itself is there
+        # no command can install what is missing: CuPy is installed
         raise BackendUnavailableError(
             f"backend 'cupy' is not available: {reason}; use a machine with such a GPU and its driver"
         )

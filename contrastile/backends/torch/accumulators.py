@@ -1,4 +1,4 @@
-"""Where a tile's G goes: into the gradient of its rows and of its columns, at once."""
+"""Products of a tile's G, added to the gradients of its rows and of its columns."""
 
 from __future__ import annotations
 

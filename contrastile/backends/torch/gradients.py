@@ -1,4 +1,4 @@
-"""Gradients of a block: G recomputed tile by tile and multiplied away at once.
+"""Gradients of a block: G is formed tile by tile, and each tile is multiplied at once.
 
 A pair that is not positive has ``G_ij = u_i 2^(x_ij - L_i) + v_j 2^(x_ij - M_j)``, in base 2. With a shared reference r
 that is ``2^(x_ij - r) (u_i 2^(r - L_i) + v_j 2^(r - M_j))``: one exponential per element, exact while the log-sum-exps

@@ -109,7 +109,7 @@ _TABLE: dict[str, dict[str, dict[int, Config]]] = {
         "tf32": {
             80: Config(128, 128, 16, 8, 3, 1, parts=4, strip=16),
             90: Config(128, 128, 32, 4, 3, 2, group=8, parts=2),
-            # finished in two halves and stored in parts, Triton 3.7's compiler fails on it
+            # without parts, because Triton 3.7's compiler fails on a tile that is finished and stored in parts
             100: Config(128, 128, 32, 8, 3, 1),
         },
         "split": {
@@ -121,7 +121,7 @@ _TABLE: dict[str, dict[str, dict[int, Config]]] = {
     "product": {
         "half": {80: Config(128, 128, 32, 4, 3, 1), 90: Config(128, 128, 64, 4, 3, 1)},
         "tf32": {80: Config(64, 64, 32, 4, 2, 3)},
-        # two sums are alive
+        # the kernel holds two sums
         "split": {80: Config(64, 128, 32, 4, 3, 2), 90: Config(128, 128, 128, 8, 3, 1)},
     },
 }

@@ -24,7 +24,7 @@ from contrastile.backends.triton.launch import aligned, architecture, descriptor
 _FORWARD_VECTORS, _BACKWARD_VECTORS = 8, 20
 """Bytes of a row or column: a running sum in float64; scales of the epilogue, weights and G at the positives."""
 
-# as parts.PART
+# the torch dtype of parts.PART
 PART = torch.float32 if INTERPRETED else torch.bfloat16
 
 

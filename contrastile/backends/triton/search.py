@@ -101,12 +101,12 @@ class _Search(BlockPass):
 
     def __init__(self, block: Block) -> None:
         super().__init__(block, Options())
-        # no tile shape of its own for ids: few tiles compare ids, else the larger tile still reads less
+        # one shape, also with ids: few tiles compare ids, and otherwise the larger tile still reads less
         self.tile = self.config("search")
         self.across = ceil_div(self.n, self.tile.bn)
 
     def tiles(
-        self, what: Any, out: Any, bars: Any = None, numbers: Any = None, keys: Any = None, parts: int = 1
+        self, mode: Any, out: Any, bars: Any = None, numbers: Any = None, keys: Any = None, parts: int = 1
     ) -> Any:
         """One launch of ``search_tiles``."""
         features = features_of(self.sides, Chunk(0, 0, self.m, self.n), self.tile)
@@ -114,7 +114,7 @@ class _Search(BlockPass):
             search_tiles[grid(self.m, self.n, self.tile, out)](
                 *features, bars, self.block.pairs.row_limits, *self.masks.spanned[2:], numbers, out, keys,
                 self.m, self.n, depth=self.depth, room=0 if keys is None else keys.shape[1],
-                WHAT=what.value, IDS=self.masks.ids, PARTS=parts, RAGGED=self.n % self.tile.bn != 0, **self.tile.named,
+                WHAT=mode.value, IDS=self.masks.ids, PARTS=parts, RAGGED=self.n % self.tile.bn != 0, **self.tile.named,
             )  # fmt: skip
         return out
 
