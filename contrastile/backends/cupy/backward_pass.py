@@ -288,7 +288,7 @@ class _Rows:
             owner.start,
             *(min(owner.height, owner.m - row) for row in range(owner.start, owner.m, owner.height)),
         ]
-        self.total, self.result = sum(ceil_div(height, LINES) for height in heights), 0
+        self.total, self.finalized_blocks = sum(ceil_div(height, LINES) for height in heights), 0
         self.parts, self.inner = empty(self.total, dtype="float64"), empty(dtype="float64")
 
     def finalize(self, sums: Any, row: int, shares: int = 1) -> None:
@@ -307,13 +307,13 @@ class _Rows:
             scale=pointer(self.owner.block.scale),
             plan=pointer(self.owner.plan),
             parts=pointer(self.parts),
-            first=self.result,
+            first=self.finalized_blocks,
             all_blocks=self.total,
             inner=pointer(self.inner),
         )
         blocks = ceil_div(height, LINES)
         launch(instance("finalize_rows", "finalize_rows", element(features)), blocks, THREADS, arguments)
-        self.result += blocks
+        self.finalized_blocks += blocks
 
 
 class _Columns:

@@ -40,8 +40,8 @@ def gradients(
     sides = [_SideShare(rows, products)]
     if columns is not None:
         # rows against themselves: both sides have the same weights
-        is_one_side = all(bar is y for bar, y in zip(rows, columns, strict=True))
-        sides.append(sides[0] if is_one_side else _SideShare(columns, products, like=sides[0]))
+        have_same_weights = all(x is y for x, y in zip(rows, columns, strict=True))
+        sides.append(sides[0] if have_same_weights else _SideShare(columns, products, like=sides[0]))
     if products.sync:
         products.gain = _gain(max(side.peak for side in sides))
     if products.bounds_gradient:

@@ -33,9 +33,9 @@ class TritonArrays(TorchArrays):
         m, n = rows[0].shape[0], columns[0].shape[0] if other_sides else 0
         with on_device(rows[0]):
             programs, kind = max(1, ceil_div(ceil_div(m, ROWS) + ceil_div(n, ROWS), TIMES)), getattr(torch, dtype)
-            sums_of_rows = torch.empty(programs, dtype=kind if programs == 1 else torch.float64, device=rows[0].device)
-            sums.sum_nll[(programs,)](*rows, *columns, sums_of_rows, m, n, BLOCK=ROWS, TIMES=TIMES)
-            return sums_of_rows.view(()) if programs == 1 else sums_of_rows.sum().to(kind)
+            partials = torch.empty(programs, dtype=kind if programs == 1 else torch.float64, device=rows[0].device)
+            sums.sum_nll[(programs,)](*rows, *columns, partials, m, n, BLOCK=ROWS, TIMES=TIMES)
+            return partials.view(()) if programs == 1 else partials.sum().to(kind)
 
     def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
         """``x * factor`` rounded once, in one pass."""
