@@ -138,21 +138,21 @@ def ranks(block: Block) -> Any:
 
 def most(columns: Any) -> int:
     """See ``contract.Search``."""
-    # k + 1 parts may be a quarter of all parts
+    # ``nearest`` needs 4 (k + 1) parts, of which a tile has 8 at most
     return ceil_div(columns.shape[0], _Search(Block(columns[:0], columns, columns.new_ones(()))).tile.bn) * 2 - 1
 
 
 def nearest(block: Block, k: int, numbers: Any) -> tuple[Any, Any, Any]:
     """See ``contract.Search``."""
     search, m, positive_numbers = _Search(block), block.rows.shape[0], block.pairs.positives
-    count = k if positive_numbers is None else k + 1
-    parts = next(x for x in (1, 2, 4, 8) if x * search.across >= 4 * count)
+    needed = k if positive_numbers is None else k + 1
+    parts = next(x for x in (1, 2, 4, 8) if x * search.across >= 4 * needed)
     options = {"device": block.rows.device}
     peaks = search.tiles(_PEAKS, torch.empty((m, search.across * parts), **options), parts=parts)
-    peaks = peaks.topk(count, dim=1, sorted=False).values
-    # the bar is the ``count``-th largest of the parts' maxima: at least ``count`` dots reach it
+    peaks = peaks.topk(needed, dim=1, sorted=False).values
+    # the bar is the least of the ``needed`` largest maxima of parts: at least ``needed`` dots reach it
     bars = peaks.amin(1).clamp_(min=torch.finfo(torch.float32).min)
-    keys = torch.full((m, 2 * count + 64), _EMPTY, **options)
+    keys = torch.full((m, 2 * needed + 64), _EMPTY, **options)
     key_counts = search.tiles(_COLLECT, torch.zeros(m, dtype=torch.int32, **options), bars, numbers, keys, 8)
     if positive_numbers is not None:
         keys.masked_fill_((keys & 0xFFFFFFFF) == (0xFFFFFFFF - positive_numbers)[:, None], _EMPTY)
