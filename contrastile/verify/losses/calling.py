@@ -1,4 +1,4 @@
-"""The properties of calls: whatever is passed, whichever gradients are wanted."""
+"""The properties of calls: a loss is right for every kind of argument and every choice of gradients."""
 
 from __future__ import annotations
 
@@ -30,60 +30,60 @@ _BIASES = -2.7, -3.1, 2.0, -40.1
 def leaves(trial: LossTrial) -> Comparisons:
     """The gradients are right whichever of them are wanted, with a scale that is a tensor or a number."""
     case, claims = trial.case, trial.loss.claims
-    rows, width = trial.shape
-    # of shapes that no call has had: the first wants least
-    trial = trial.resized(claims.batch(rows + 1) or rows, width, 6)
-    given = trial.case.arguments
-    count = len(given.features) + len(given.negatives)
-    numbers = 1 + (given.bias is not None)
-    places = [*(range(count) if claims.feature_gradients else ()), *(range(count, count + numbers))]
-    places = places if claims.scale_gradient else places[:count]
-    sizes = range(1, len(places) + 1) if len(places) < 5 else (1, 2, len(places) - 1, len(places))
-    exact = allowed.expected(trial.case)
-    right: list[Any] = [exact.rows, *exact.columns, exact.scale, exact.bias]
-    for wanted in (x for size in sizes for x in combinations(places, size)):
-        ways: dict[str, Any] = {"": None}
-        if not any(place >= count for place in wanted):
-            ways["numbers for scale and bias"] = float
-        for label, number in ways.items():
-            got = trial.run(train=trial.train(wanted), number=number)
-            gradients = got.gradients
-            names = "argument " + ", ".join(map(str, wanted)) + " alone" * (len(wanted) < len(places))
-            label = ", ".join(filter(None, (names, label)))
-            if any(gradients[place] is None for place in wanted):
+    b, width = trial.shape
+    # Use a shape that no earlier call had, because the first call of a shape wants the fewest gradients.
+    trial = trial.resized(claims.batch(b + 1) or b, width, 6)
+    arguments = trial.case.arguments
+    count = len(arguments.features) + len(arguments.negatives)
+    scalars = 1 + (arguments.bias is not None)
+    indices = [*(range(count) if claims.feature_gradients else ()), *(range(count, count + scalars))]
+    indices = indices if claims.scale_gradient else indices[:count]
+    sizes = range(1, len(indices) + 1) if len(indices) < 5 else (1, 2, len(indices) - 1, len(indices))
+    expected = allowed.expected(trial.case)
+    exact: list[Any] = [expected.rows, *expected.columns, expected.scale, expected.bias]
+    for trained in (x for size in sizes for x in combinations(indices, size)):
+        conversions: dict[str, Any] = {"": None}
+        if not any(index >= count for index in trained):
+            conversions["numbers for scale and bias"] = float
+        for label, convert in conversions.items():
+            result = trial.run(train=trial.train(trained), number=convert)
+            gradients = result.gradients
+            description = "argument " + ", ".join(map(str, trained)) + " alone" * (len(trained) < len(indices))
+            label = ", ".join(filter(None, (description, label)))
+            if any(gradients[index] is None for index in trained):
                 yield label, wrong("a gradient is missing")
                 continue
-            if any(x is not None for place, x in enumerate(gradients) if place not in wanted):
+            if any(x is not None for index, x in enumerate(gradients) if index not in trained):
                 yield label, wrong("a frozen argument has a gradient")
-            # in place of those that are frozen, what is right
-            rows, *columns, scale, bias = (y if x is None else x for x, y in zip(gradients, right, strict=True))
-            full = replace(got, rows=rows, columns=tuple(columns), scale=scale, bias=bias, by_autograd=True)
+            # The exact gradients stand in for those of frozen arguments.
+            rows, *columns, scale, bias = (y if x is None else x for x, y in zip(gradients, exact, strict=True))
+            full = replace(result, rows=rows, columns=tuple(columns), scale=scale, bias=bias, by_autograd=True)
             yield label, trial.compare(full, trial.fields)
-    seen: list[str] = []
-    for label, made in _of_other_types(seen).items():
-        learning, fields = (places[-1:], ["loss"]) if label.endswith("alone") else (places, trial.fields)
-        call = trial.call(train=trial.train(learning))
-        for each in (call.leaves, call.numbers):
-            each[:] = [made(x.detach()).requires_grad_(x.requires_grad) if hasattr(x, "detach") else x for x in each]
+    functions: list[str] = []
+    for label, convert in _tensor_conversions(functions).items():
+        trained, fields = (indices[-1:], ["loss"]) if label.endswith("alone") else (indices, trial.fields)
+        call = trial.call(train=trial.train(trained))
+        for xs in (call.leaves, call.numbers):
+            xs[:] = [convert(x.detach()).requires_grad_(x.requires_grad) if hasattr(x, "detach") else x for x in xs]
         call.passed = call.leaves
-        one = trial.loss.arrays.full((), 1.0, state_dtype(case.dtype), call.leaves[0])
-        found = call.finish(call(), made(one))
-        missing = any(found.gradients[place] is None for place in learning)
-        yield label, wrong("a gradient is missing") if missing else trial.compare(found, fields)
-    if case.facts is not None and trial.loss.block is None and not any("contrastile.loss" in x for x in seen):
+        upstream = trial.loss.arrays.full((), 1.0, state_dtype(case.dtype), call.leaves[0])
+        result = call.finish(call(), convert(upstream))
+        is_missing = any(result.gradients[index] is None for index in trained)
+        yield label, wrong("a gradient is missing") if is_missing else trial.compare(result, fields)
+    if case.facts is not None and trial.loss.block is None and not any("contrastile.loss" in x for x in functions):
         yield "a subclass of tensors", wrong("it saw no loss")
 
 
-def _of_other_types(seen: list[str]) -> dict[str, Callable[[Array], Array]]:
-    """What makes tensors of other types of a tensor, by name; ``seen`` are functions that were called on a subclass."""
+def _tensor_conversions(functions: list[str]) -> dict[str, Callable[[Array], Array]]:
+    """Conversions of a tensor to other types, by name; the subclass adds each torch function that it sees."""
     import torch
 
     class Derived(torch.Tensor):
         @classmethod
         def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(function))
-            found: Any = super()
-            return found.__torch_function__(function, types, args, kwargs or {})
+            functions.append(str(function))
+            parent: Any = super()
+            return parent.__torch_function__(function, types, args, kwargs or {})
 
     return {
         "parameters": torch.nn.Parameter,
@@ -95,34 +95,34 @@ def _of_other_types(seen: list[str]) -> dict[str, Callable[[Array], Array]]:
 
 def numbers(trial: LossTrial) -> Comparisons:
     """Scale and bias may be numbers of Python and NumPy and tensors of any shape with one element."""
-    claims, given = trial.loss.claims, trial.case.arguments
-    arrays, scalars = len(given.features) + len(given.negatives), 1 + (given.bias is not None)
-    # one of a sign each in other dtypes than float32, of what takes every dtype the same way
-    few = 2 if trial.case.facts is not None and trial.case.dtype != "float32" else 0
-    for scale, bias in [*zip(_SCALES, _BIASES, strict=True)][few:]:
-        here = trial.other(numbered(trial.case, scale, bias))
-        for label, make, learns in _ways(trial, whole=scale == int(scale)):
-            wanted = claims.scale_gradient and learns
-            train = None if wanted else [*[claims.feature_gradients] * arrays, *[False] * scalars]
-            fields = trial.fields if wanted else [x for x in trial.fields if x not in ("scale", "bias")]
-            found = here.run(number=make, train=train)
-            yield f"scale {scale:g} as {label}", here.compare(found, fields)
+    claims, arguments = trial.loss.claims, trial.case.arguments
+    count, scalars = len(arguments.features) + len(arguments.negatives), 1 + (arguments.bias is not None)
+    # The package treats all dtypes alike: beyond float32, one scale of each sign is enough.
+    first = 2 if trial.case.facts is not None and trial.case.dtype != "float32" else 0
+    for scale, bias in [*zip(_SCALES, _BIASES, strict=True)][first:]:
+        variant = trial.other(numbered(trial.case, scale, bias))
+        for label, convert, is_trainable in _number_conversions(trial, is_integer=scale == int(scale)):
+            has_gradient = claims.scale_gradient and is_trainable
+            train = None if has_gradient else [*[claims.feature_gradients] * count, *[False] * scalars]
+            fields = trial.fields if has_gradient else [x for x in trial.fields if x not in ("scale", "bias")]
+            result = variant.run(number=convert, train=train)
+            yield f"scale {scale:g} as {label}", variant.compare(result, fields)
     if trial.case.arguments.bias is None:
         return
-    name, has_default = _fourth(trial.loss.call)
+    name, has_default = _fourth_parameter(trial.loss.call)
     if name == "bias":
         call = trial.call()
-        named = call.finish(call(lambda *args, **more: trial.loss.call(*args[:-1], bias=args[-1], **more)))
-        yield "the bias by its name", trial.compare(named, trial.fields)
+        result = call.finish(call(lambda *args, **keywords: trial.loss.call(*args[:-1], bias=args[-1], **keywords)))
+        yield "the bias by its name", trial.compare(result, trial.fields)
     if has_default:
-        here = trial.other(replace(trial.case, arguments=replace(trial.case.arguments, bias=None)))
-        yield "the bias left out", here.compare(here.run(), [x for x in trial.fields if x != "bias"])
+        variant = trial.other(replace(trial.case, arguments=replace(trial.case.arguments, bias=None)))
+        yield "the bias left out", variant.compare(variant.run(), [x for x in trial.fields if x != "bias"])
 
 
-def _ways(trial: LossTrial, *, whole: bool) -> Iterator[tuple[str, Callable[[float], Any], bool]]:
-    """The ways to pass a number: a label, what makes it, and whether it may have a gradient."""
+def _number_conversions(trial: LossTrial, *, is_integer: bool) -> Iterator[tuple[str, Callable[[float], Any], bool]]:
+    """The ways to pass a number: a label, a conversion from float, and whether the result may have a gradient."""
     yield "a float", float, False
-    if whole:
+    if is_integer:
         yield "an int", round, False
     yield "a numpy.float64", np.float64, False
     arrays, case = trial.loss.arrays, trial.case
@@ -130,26 +130,26 @@ def _ways(trial: LossTrial, *, whole: bool) -> Iterator[tuple[str, Callable[[flo
     if state == "float32":
         yield "a numpy.float32", np.float32, False
     like = trial.call().leaves[0]
-    kinds: list[tuple[tuple[int, ...], str]] = [((), state)]
-    # beside a tensor of 16 bits a plain computation takes the dtype of one of shape (1,), not of one of shape ()
+    shapes_and_dtypes: list[tuple[tuple[int, ...], str]] = [((), state)]
+    # Beside a 16-bit tensor, a number of shape (1,) changes the dtype of a plain computation; one of shape () does not.
     if state == case.dtype or case.facts is not None:
-        kinds.append(((1,), state))
+        shapes_and_dtypes.append(((1,), state))
     if case.facts is not None:
         yield "a fraction", Fraction, False
-        kinds += [((1, 1), state), ((), "float64")]
-    for shape, dtype in kinds:
+        shapes_and_dtypes += [((1, 1), state), ((), "float64")]
+    for shape, dtype in shapes_and_dtypes:
 
         def make(x: float, shape: Any = shape, dtype: str = dtype) -> Array:
             return arrays.asarray(np.full(shape, x), dtype, like)
 
-        # torch would take no gradient of what returns its own, and gives these for every number
-        learns = trial.loss.claims.library == "torch"
-        yield f"an array of shape {shape} in {dtype}", make, learns
-        if learns and by_autograd(trial.loss.claims) == "":
+        # A torch loss that returns its gradients returns one for every tensor, frozen or not.
+        is_trainable = trial.loss.claims.library == "torch"
+        yield f"an array of shape {shape} in {dtype}", make, is_trainable
+        if is_trainable and by_autograd(trial.loss.claims) == "":
             yield f"a frozen array of shape {shape} in {dtype}", make, False
 
 
-def _fourth(call: Callable[..., Any]) -> tuple[str, bool]:
+def _fourth_parameter(call: Callable[..., Any]) -> tuple[str, bool]:
     """The name of the fourth parameter, and whether it has a default."""
     try:
         parameter = [*inspect.signature(call).parameters.values()][3]
@@ -161,73 +161,73 @@ def _fourth(call: Callable[..., Any]) -> tuple[str, bool]:
 def aliases(trial: LossTrial) -> Comparisons:
     """Features that are one tensor, or share a storage, have the loss and the gradients of equal ones apart."""
     case = trial.case
-    given, claims = case.arguments, trial.loss.claims
-    if len(given.features) != 2:
+    arguments, claims = case.arguments, trial.loss.claims
+    if len(arguments.features) != 2:
         raise SkipError("has one array of features")
-    same = trial.other(replace(case, arguments=replace(given, features=(given.features[0],) * 2)))
-    call = same.call()
+    shared = trial.other(replace(case, arguments=replace(arguments, features=(arguments.features[0],) * 2)))
+    call = shared.call()
     call.passed = [call.leaves[0]] * 2
-    found = call.finish(call())
-    if not found.by_autograd:
-        yield "one array twice", same.compare(found, trial.fields)
+    result = call.finish(call())
+    if not result.by_autograd:
+        yield "one array twice", shared.compare(result, trial.fields)
     else:
-        yield "one tensor twice", same.compare(found, ("loss",))
+        yield "one tensor twice", shared.compare(result, ("loss",))
         if claims.feature_gradients:
-            both, bound = (x.rows + x.columns[0] for x in (allowed.expected(same.case), same.bound()))
-            error = np.abs(found.rows - both) if found.rows is not None else np.full(both.shape, np.inf)
-            size = bound + UNIT[case.dtype] * (np.abs(both) + bound)
+            exact, bound = (x.rows + x.columns[0] for x in (allowed.expected(shared.case), shared.bound()))
+            error = np.abs(result.rows - exact) if result.rows is not None else np.full(exact.shape, np.inf)
+            size = bound + UNIT[case.dtype] * (np.abs(exact) + bound)
             yield "one tensor twice", Worst(float((error / size).max()), "the gradient", (), float(error.max()), 0.0)
-        call = same.call()
+        call = shared.call()
         call.passed = [call.leaves[0], call.leaves[0].detach()]
-        found = call.finish(call())
-        found = replace(found, columns=same.result.columns)
-        yield "a tensor and itself detached", same.compare(found, trial.fields)
-    if len({x.shape for x in given.features}) > 1:
+        result = call.finish(call())
+        result = replace(result, columns=shared.result.columns)
+        yield "a tensor and itself detached", shared.compare(result, trial.fields)
+    if len({x.shape for x in arguments.features}) > 1:
         return
     call = trial.call()
-    joined = trial.loss.arrays.concat([x.detach() if hasattr(x, "detach") else x for x in call.leaves])
-    b = len(given.features[0])
+    storage = trial.loss.arrays.concat([x.detach() if hasattr(x, "detach") else x for x in call.leaves])
+    b = len(arguments.features[0])
     if claims.by_autograd and claims.feature_gradients:
-        joined = joined.requires_grad_()
-    call.passed = [joined[:b], joined[b:]]
-    found = call.finish(call())
-    if found.by_autograd and claims.feature_gradients:
-        gradient = np.array(trial.loss.arrays.to_numpy(joined.grad), dtype=np.float64)
-        found = replace(found, rows=gradient[:b], columns=(gradient[b:],))
-    yield "halves of one storage", trial.compare(found, trial.fields)
-    yield from _of_one_storage(trial)
+        storage = storage.requires_grad_()
+    call.passed = [storage[:b], storage[b:]]
+    result = call.finish(call())
+    if result.by_autograd and claims.feature_gradients:
+        d_storage = np.array(trial.loss.arrays.to_numpy(storage.grad), dtype=np.float64)
+        result = replace(result, rows=d_storage[:b], columns=(d_storage[b:],))
+    yield "halves of one storage", trial.compare(result, trial.fields)
+    yield from _views_of_one_array(trial)
 
 
 _LARGE = 1088, 16
-"""Products of this shape with their own transpose are not symmetric in a common BLAS."""
+"""A common BLAS computes the product of a matrix of this shape with its own transpose asymmetrically."""
 
 
-def _of_one_storage(trial: LossTrial) -> Comparisons:
-    """Features that are views of one array. A square and its transpose have one address, and other strides."""
+def _views_of_one_array(trial: LossTrial) -> Comparisons:
+    """Features that are views of one array. A square matrix and its transpose differ in their strides alone."""
     case, claims, arrays = trial.case, trial.loss.claims, trial.loss.arrays
     if not claims.strided:
         return
     sizes = [case.arguments.features[0].shape]
-    # a backend's product, which every interface asks for, and none in blocks: one is enough
+    # Every interface uses the backend's product, and blocks never have this shape: test it once.
     if (claims.objective, case.dtype) == ("clip_loss", "float64") and case.facts is not None:
         sizes += [_LARGE] * (claims.returns_gradients and trial.loss.block is None)
     for b, d in sizes:
         width = d if (b, d) == _LARGE else max(b, d)
         base = round_to(np.random.default_rng([b, d]).standard_normal((2 * b, width)) / d**0.5, case.dtype)
-        memory = arrays.asarray(base.copy(), case.dtype, trial.call().leaves[0])
+        storage = arrays.asarray(base.copy(), case.dtype, trial.call().leaves[0])
         for label, views in _VIEWS.items():
-            expected, given = views(base, b, d), views(memory, b, d)
-            if expected[0].shape != expected[1].shape or claims.width(expected[0].shape[1]) != expected[0].shape[1]:
+            features, tensors = views(base, b, d), views(storage, b, d)
+            if features[0].shape != features[1].shape or claims.width(features[0].shape[1]) != features[0].shape[1]:
                 continue
             if (b, d) == _LARGE and label != "one storage":
                 continue
-            here = trial.other(replace(case, arguments=replace(case.arguments, features=expected)))
-            call = here.call()
-            for x, leaf in zip(given, call.leaves, strict=True):
+            variant = trial.other(replace(case, arguments=replace(case.arguments, features=features)))
+            call = variant.call()
+            for x, leaf in zip(tensors, call.leaves, strict=True):
                 if getattr(leaf, "requires_grad", False):
                     x.requires_grad_()
-            call.leaves = call.passed = list(given)
-            yield f"{label}, {b} x {expected[0].shape[1]}", here.compare(call.finish(call()), trial.fields)
+            call.leaves = call.passed = list(tensors)
+            yield f"{label}, {b} x {features[0].shape[1]}", variant.compare(call.finish(call()), trial.fields)
 
 
 _VIEWS: dict[str, Callable[[Array, int, int], tuple[Array, Array]]] = {
@@ -248,7 +248,7 @@ def autocast(trial: LossTrial) -> Comparisons:
     if case.dtype == "float16":
         raise SkipError("autocast here is to bfloat16")
     if case.facts is not None and trial.loss.claims.by_autograd:
-        # from the third call of a signature on others may compute the gradients
+        # From the third call of a signature on, another path may compute the gradients.
         calls = [trial.call() for _ in range(3)]
         *_, value = [call() for call in calls]
         with torch.autocast(trial.device, dtype=torch.bfloat16):
@@ -257,25 +257,25 @@ def autocast(trial: LossTrial) -> Comparisons:
         if case.dtype != "float32":
             yield "", trial.compare(trial.run(), trial.fields)
             return
-        # at a scale at which its errors are bounded
-        given = replace(rounded(case.arguments, "bfloat16"), scale=2.0)
-        narrow = trial.other(replace(case, arguments=given))
-        # the second time its signature is known
-        for call in (narrow.call(), narrow.call()):
-            found = call.finish(call())
+        # At this scale the error bounds of bfloat16 are finite.
+        arguments = replace(rounded(case.arguments, "bfloat16"), scale=2.0)
+        variant = trial.other(replace(case, arguments=arguments))
+        # The second call has a known signature.
+        for call in (variant.call(), variant.call()):
+            result = call.finish(call())
         returned = call.returned[1:] if isinstance(call.returned, tuple | list) else ()
         if any(x is not None and x.dtype != y.dtype for x, y in zip(returned, call.leaves, strict=False)):
             yield "", wrong("a gradient has another dtype than its argument")
         if not torch.is_autocast_enabled(trial.device):
             yield "", wrong("the caller's autocast is off")
     if case.facts is not None:
-        features = [x for x in (found.rows, *found.columns) if x is not None]
-        same = all(np.array_equal(x, round_to(x, "bfloat16"), equal_nan=True) for x in features)
-        yield "", NOTHING if same else wrong("a gradient has bits that bfloat16 has not: nothing was narrowed")
+        features = [x for x in (result.rows, *result.columns) if x is not None]
+        is_bfloat16 = all(np.array_equal(x, round_to(x, "bfloat16"), equal_nan=True) for x in features)
+        yield "", NOTHING if is_bfloat16 else wrong("a gradient has bits that bfloat16 has not: nothing was narrowed")
     fields = trial.fields
-    as_bfloat16 = replace(narrow.case, dtype="bfloat16", facts=None, claims=replace(case.claims, state=None))
+    bfloat16_case = replace(variant.case, dtype="bfloat16", facts=None, claims=replace(case.claims, state=None))
     try:
-        yield "", trial.other(as_bfloat16).compare(found, fields)
+        yield "", trial.other(bfloat16_case).compare(result, fields)
     except SkipError:
         yield "", NOTHING
 
@@ -283,29 +283,29 @@ def autocast(trial: LossTrial) -> Comparisons:
 def integers(trial: LossTrial) -> Comparisons:
     """Ids, positives and labels of each dtype, with its least and its largest numbers, are what they are in int64."""
     case, claims = trial.case, trial.loss.claims
-    given = case.arguments
+    arguments = case.arguments
     for dtype in claims.integers:
         try:
             trial.loss.arrays.asarray(np.zeros(1, np.int64), dtype, trial.call().leaves[0])
         except (AttributeError, TypeError):
-            # this version of the library has none
+            # This version of the library lacks the dtype.
             continue
         info = np.iinfo(dtype)
-        edges = [info.min, info.min + 1, info.max, info.max - 1, info.max // 2, info.max // 2 + 1]
-        more = FAR.tolist() if dtype == "int64" else []
-        table = np.array(list(dict.fromkeys([*edges, *more, *range(3, 60)])), np.int64 if info.max < 2**63 else dtype)
-        b = len(given.features[0])
-        names = table[np.arange(b) * 7 % (b // 2 + 1) % len(table)]
+        limits = [info.min, info.min + 1, info.max, info.max - 1, info.max // 2, info.max // 2 + 1]
+        far = FAR.tolist() if dtype == "int64" else []
+        table = np.array(list(dict.fromkeys([*limits, *far, *range(3, 60)])), np.int64 if info.max < 2**63 else dtype)
+        b = len(arguments.features[0])
+        ids = table[np.arange(b) * 7 % (b // 2 + 1) % len(table)]
         if claims.objective == "sup_con":
-            changed = replace(given, labels=names)
+            changed = replace(arguments, labels=ids)
         else:
-            keys = ("row_ids", "column_ids") if claims.objective == "info_nce" else ("ids",)
-            changed = replace(given, keywords=dict.fromkeys(keys, names))
+            names = ("row_ids", "column_ids") if claims.objective == "info_nce" else ("ids",)
+            changed = replace(arguments, keywords=dict.fromkeys(names, ids))
             if claims.positives:
                 changed = replace(changed, keywords={**changed.keywords, "positives": np.arange(b)[::-1].copy()})
-        here = trial.other(replace(case, arguments=changed))
-        yield dtype, here.compare(here.run(integers=dtype), trial.fields)
-        yield f"{dtype}, every other element", here.compare(here.run(integers=dtype, step=2), trial.fields)
+        variant = trial.other(replace(case, arguments=changed))
+        yield dtype, variant.compare(variant.run(integers=dtype), trial.fields)
+        yield f"{dtype}, every other element", variant.compare(variant.run(integers=dtype, step=2), trial.fields)
 
 
 def refusals(trial: LossTrial) -> Comparisons:
@@ -313,72 +313,72 @@ def refusals(trial: LossTrial) -> Comparisons:
 
     So is a document of which no token counts; else the loss is no finite number.
     """
-    given, masks = trial.case.arguments, trial.loss.claims.masks
-    b, bad = len(given.features[0]), dict[str, dict[str, np.ndarray]]()
-    for place in () if masks else (-1, b, -b):
-        bad[f"a positive of {place} among {b} columns"] = {
-            "positives": np.where(np.arange(b) == b // 2, place, np.arange(b))
+    arguments, masks = trial.case.arguments, trial.loss.claims.masks
+    b, invalid = len(arguments.features[0]), dict[str, dict[str, np.ndarray]]()
+    for position in () if masks else (-1, b, -b):
+        invalid[f"a positive of {position} among {b} columns"] = {
+            "positives": np.where(np.arange(b) == b // 2, position, np.arange(b))
         }
     if masks:
-        counted = [np.ones(x.shape[:2], np.int64) for x in given.features]
-        counted[1][b // 2] = 0
-        bad["a document without tokens"] = dict(zip(MASKS, counted, strict=True))
-    for label, keywords in bad.items():
+        token_masks = [np.ones(x.shape[:2], np.int64) for x in arguments.features]
+        token_masks[1][b // 2] = 0
+        invalid["a document without tokens"] = dict(zip(MASKS, token_masks, strict=True))
+    for label, keywords in invalid.items():
         try:
-            found = trial.other(replace(trial.case, arguments=replace(given, keywords=keywords))).run()
+            result = trial.other(replace(trial.case, arguments=replace(arguments, keywords=keywords))).run()
         except (ValueError, IndexError, RuntimeError):
             yield label, NOTHING
             continue
-        numbers = [np.asarray(x) for x in (found.loss, *found.gradients) if x is not None]
-        said = not np.isfinite(found.loss) if masks else all(np.isnan(x).any() for x in numbers)
-        yield label, NOTHING if said else wrong("a number, where nothing is right")
+        numbers = [np.asarray(x) for x in (result.loss, *result.gradients) if x is not None]
+        is_refused = not np.isfinite(result.loss) if masks else all(np.isnan(x).any() for x in numbers)
+        yield label, NOTHING if is_refused else wrong("a number, where nothing is right")
 
 
 def ties(trial: LossTrial) -> Comparisons:
-    """Of a token that a document has twice, both gradients together are that of one."""
+    """Where a document has each token twice, the gradients of both copies add up to that of one token."""
     query, document = trial.case.arguments.features
-    given = replace(trial.case.arguments, features=(query, np.concatenate([document, document], axis=1)))
-    found = trial.other(replace(trial.case, arguments=given)).run()
-    if found.columns and found.columns[0] is not None:
+    arguments = replace(trial.case.arguments, features=(query, np.concatenate([document, document], axis=1)))
+    result = trial.other(replace(trial.case, arguments=arguments)).run()
+    if result.columns and result.columns[0] is not None:
         b, t, d = document.shape
-        found = replace(found, columns=(found.columns[0].reshape(b, 2, t, d).sum(axis=1).reshape(b * t, d),))
-    yield "", trial.compare(found, trial.fields)
+        result = replace(result, columns=(result.columns[0].reshape(b, 2, t, d).sum(axis=1).reshape(b * t, d),))
+    yield "", trial.compare(result, trial.fields)
 
 
 def queues(trial: LossTrial) -> Comparisons:
     """Negatives may be a tuple, one array twice, the key again, or empty, and learn whatever the query does."""
     case = trial.case
     rows, width = trial.shape
-    hard = build("negatives", case.dtype, case.claims, case.facts).arguments.negatives[0]
-    first, second = (hard[at : at + rows, :width] for at in (0, 2))
-    key, nothing = case.arguments.features[1], np.zeros((0, width))
-    ways: dict[str, tuple[Any, Sequence[int]]] = {
+    hard_negatives = build("negatives", case.dtype, case.claims, case.facts).arguments.negatives[0]
+    first, second = (hard_negatives[start : start + rows, :width] for start in (0, 2))
+    key, empty = case.arguments.features[1], np.zeros((0, width))
+    variants: dict[str, tuple[Any, Sequence[int]]] = {
         "a tuple": ((first, second), (0, 1)),
         "one array twice": ((first, first), (0, 0)),
         "the key again": ((key,), (-1,)),
         "an empty sequence": ((), ()),
-        "a queue that is empty": ((nothing,), (0,)),
+        "a queue that is empty": ((empty,), (0,)),
     }
-    for label, (negatives, which) in ways.items():
-        here = trial.other(replace(case, arguments=replace(case.arguments, negatives=negatives)))
-        call = here.call()
-        own = call.leaves[call.count :]
-        call.passed = [*call.leaves[: call.count], *(own[i] if i >= 0 else call.leaves[1] for i in which)]
+    for label, (negatives, indices) in variants.items():
+        variant = trial.other(replace(case, arguments=replace(case.arguments, negatives=negatives)))
+        call = variant.call()
+        queue = call.leaves[call.count :]
+        call.passed = [*call.leaves[: call.count], *(queue[i] if i >= 0 else call.leaves[1] for i in indices)]
         call.sequence = tuple
-        found = call.finish(call())
-        if len(set(which)) < len(which) or -1 in which:
-            # its gradients are sums
-            yield label, here.compare(found, ("loss", "rows", "scale"))
+        result = call.finish(call())
+        if len(set(indices)) < len(indices) or -1 in indices:
+            # An array that is passed twice has the sum of two gradients.
+            yield label, variant.compare(result, ("loss", "rows", "scale"))
             continue
-        yield label, here.compare(found, trial.fields)
-        if found.by_autograd and which:
-            frozen = here.run(train=here.train([2]))
+        yield label, variant.compare(result, trial.fields)
+        if result.by_autograd and indices:
+            frozen = variant.run(train=variant.train([2]))
             yield f"{label}, the query frozen", NOTHING if frozen.columns[1] is not None else wrong("no gradient")
 
 
 PROPERTIES = ONE_CALL | {
-    each.name: each
-    for each in (
+    prop.name: prop
+    for prop in (
         LossProperty("leaves", leaves, CALLS, claim=by_autograd),
         LossProperty("numbers", numbers, CALLS, claim=claimed("numbers", "numbers, or tensors of shape (1,)")),
         LossProperty("interleaved", repeating.interleaved, CALLS),
@@ -410,4 +410,4 @@ PROPERTIES = ONE_CALL | {
         LossProperty("ties", ties, CALLS, claim=claimed(lambda x: x.objective == "maxsim", "tokens")),
     )
 }
-"""All properties on one process, by name: those of one call, and of several."""
+"""All properties of a loss on one process, by name: those of one call and of several calls."""

@@ -1,6 +1,6 @@
-"""The cases of a loss: a batch of pairs each, as large as is claimed, made into the arguments of an objective.
+"""The cases of a loss. Each case is a batch of pairs of a claimed size, turned into the arguments of an objective.
 
-A loss has one weight for all pairs, so these cases vary what a caller varies: features, scale, sizes, ids and the like.
+A loss has one weight for all pairs, so the cases vary the arguments: features, scale, sizes, ids and the like.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ OWN = {
     SIZES: "batches of up to 1,103 pairs: round numbers, around multiples of 8 to 1,024; the widths of common models",
     CALLS: "a few pairs called in every way there is",
 }
-"""The cases that belong to some properties each, and what they are."""
+"""The cases that only certain properties have, each with its description."""
 
 SCALE, HIGH = 8.3, 37.3
-"""Scales that no 16 bits hold, one of them beyond 20."""
+"""Scales that no 16-bit dtype represents exactly, one of them above 20."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class Batch:
 
     Attributes:
         about: the edge case or the defect that it catches, in one line.
-        rows: how many pairs it has, of so many features, where the claims allow it.
-        draw: makes unit pairs of a size.
-        keyword: the argument that makes it a case: a name in ``KEYWORDS``, "labels" or "bias"; "" for none.
-        make: gives the arguments that keyword.
-        objectives: those that have it; none for all that have the keyword.
+        rows: the number of pairs, if the claims allow it; ``width`` likewise is the number of features.
+        draw: draws unit pairs of a given size.
+        keyword: the argument that the case is about: a name in ``KEYWORDS``, "labels" or "bias"; "" for none.
+        make: adds that argument to the others.
+        objectives: the objectives that have the case; empty for all that have the keyword.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Batch:
     draw: Callable[[Draw, int, int], Pairs] = pairs
     norm: float = 1.0
     keyword: str = ""
-    make: Callable[[Draw, Arguments], Arguments] = lambda draw, given: given
+    make: Callable[[Draw, Arguments], Arguments] = lambda draw, arguments: arguments
     objectives: tuple[str, ...] = ()
 
 
@@ -76,12 +76,12 @@ def _square(features: Callable[..., Pairs], *more: Any) -> Callable[[Draw, int, 
 
 
 _unpaired = _square(units)
-"""No pair is more alike than any two others: no probability is near 1."""
+"""A pair is no more alike than any two other features: no probability is near 1."""
 _together = _square(units, lambda x: 1.0 + x / 16)
 _apart = _square(units, lambda x: 1.0 + x / 8, -1.0)
-"""All features of one sign in every component, the columns of the other."""
+"""All components of the rows have one sign, and those of the columns the other."""
 _poles = _square(units, lambda x: (-1.0) ** np.arange(len(x))[:, None] * (1.0 + x / 16))
-"""Pairs of one direction and of its opposite in turns."""
+"""Pairs that alternate between one direction and its opposite."""
 
 
 def _trained(draw: Draw, b: int, d: int) -> Pairs:
@@ -89,7 +89,7 @@ def _trained(draw: Draw, b: int, d: int) -> Pairs:
 
 
 def _against(draw: Draw, b: int, d: int) -> Pairs:
-    """One pair is opposite, and all others are nearly orthogonal."""
+    """The features of one pair are opposite; all others are nearly orthogonal."""
     rows, columns = _unpaired(draw, b, d)
     columns[b // 2] = -rows[b // 2]
     return rows, columns
@@ -112,49 +112,49 @@ def _not_a_number(draw: Draw, b: int, d: int) -> Pairs:
     return rows, columns
 
 
-def _with(given: Arguments, **integers: np.ndarray) -> Arguments:
-    return replace(given, keywords={name: np.asarray(x, np.int64) for name, x in integers.items()})
+def _with(arguments: Arguments, **integers: np.ndarray) -> Arguments:
+    return replace(arguments, keywords={name: np.asarray(x, np.int64) for name, x in integers.items()})
 
 
-def _few(draw: Draw, given: Arguments) -> Arguments:
-    b = len(given.features[0])
-    return _with(given, ids=draw.integers(0, max(1, b // 3), b))
+def _few(draw: Draw, arguments: Arguments) -> Arguments:
+    b = len(arguments.features[0])
+    return _with(arguments, ids=draw.integers(0, max(1, b // 3), b))
 
 
-def _far(draw: Draw, given: Arguments) -> Arguments:
-    return _with(given, ids=FAR[draw.integers(0, len(FAR), len(given.features[0]))])
+def _far(draw: Draw, arguments: Arguments) -> Arguments:
+    return _with(arguments, ids=FAR[draw.integers(0, len(FAR), len(arguments.features[0]))])
 
 
-def _one_tensor(draw: Draw, given: Arguments) -> Arguments:
-    return replace(given, negatives=(hard(draw, given, len(given.features[0]) + 3),), joined=True)
+def _one_tensor(draw: Draw, arguments: Arguments) -> Arguments:
+    return replace(arguments, negatives=(hard(draw, arguments, len(arguments.features[0]) + 3),), joined=True)
 
 
-def _blocks(draw: Draw, given: Arguments) -> Arguments:
-    """Positives in each of three blocks, the last row of the last among them; the ends are those of a diagonal."""
-    b = len(given.features[0])
-    more = tuple(hard(draw, given, n) for n in (b - 1, b + 2))
+def _blocks(draw: Draw, arguments: Arguments) -> Arguments:
+    """Positives in all three blocks, the last column among them; the first and last row keep those of a diagonal."""
+    b = len(arguments.features[0])
+    negatives = tuple(hard(draw, arguments, n) for n in (b - 1, b + 2))
     positives = draw.permutation(3 * b + 1)[:b]
     positives[[0, b // 2, -1]] = 0, 3 * b, b - 1
-    return replace(_with(given, positives=positives), negatives=more)
+    return replace(_with(arguments, positives=positives), negatives=negatives)
 
 
-def _few_keys(draw: Draw, given: Arguments) -> Arguments:
-    query, key = given.features
-    few = len(key) // 5 + 1
-    return _with(replace(given, features=(query, key[:few])), positives=draw.integers(0, few, len(query)))
+def _few_keys(draw: Draw, arguments: Arguments) -> Arguments:
+    query, key = arguments.features
+    count = len(key) // 5 + 1
+    return _with(replace(arguments, features=(query, key[:count])), positives=draw.integers(0, count, len(query)))
 
 
-def moved(draw: Draw, given: Arguments) -> Arguments:
+def moved(draw: Draw, arguments: Arguments) -> Arguments:
     """Positives anywhere among the keys."""
-    return _with(given, positives=draw.permutation(len(given.features[0])))
+    return _with(arguments, positives=draw.permutation(len(arguments.features[0])))
 
 
-def _queue(draw: Draw, given: Arguments) -> Arguments:
+def _queue(draw: Draw, arguments: Arguments) -> Arguments:
     """Equal ids of queries and of keys in a queue."""
-    b = len(given.features[0])
-    given = replace(given, negatives=(hard(draw, given, b + 5),))
+    b = len(arguments.features[0])
+    arguments = replace(arguments, negatives=(hard(draw, arguments, b + 5),))
     ids = draw.integers(0, b, 3 * b + 5)
-    return _with(given, row_ids=ids[:b], column_ids=ids[b:])
+    return _with(arguments, row_ids=ids[:b], column_ids=ids[b:])
 
 
 _ONE, _SELF = ("info_nce",), ("nt_xent", "sup_con")
@@ -165,13 +165,13 @@ def _option(
     name: str,
     about: str,
     scale: float,
-    of: tuple[str, ...],
+    objectives: tuple[str, ...],
     make: Callable[[Draw, Arguments], Arguments],
     rows: int = 37,
     width: int = 40,
     draw: Callable[[Draw, int, int], Pairs] = pairs,
 ) -> Batch:
-    return Batch(name, about, rows, width, scale, draw, 1.0, "options", make, of)
+    return Batch(name, about, rows, width, scale, draw, 1.0, "options", make, objectives)
 
 
 _SHARED: dict[str, Any] = {"ids_are": "positives"}
@@ -180,7 +180,7 @@ _APART: dict[str, Any] = {"share_negatives": False}
 _ALONE: dict[str, Any] = {"in_batch": False}
 _OPTIONS = (
     _option("weights", "weights of samples", HIGH, (*_ROWWISE, *_SELF, "sigmoid_loss"), optional()),
-    # so many samples are sorted
+    # The package counts this many equal ids by sorting them.
     _option("several", "ids that are positives", 20.0, (*_BATCH, *_ONE), optional(_few, **_SHARED), 301, 24),
     _option(
         "several@mean",
@@ -215,13 +215,13 @@ _OPTIONS = (
         *(20.0, _ONE, optional(_few_keys, label_smoothing=0.3), 1100, 8),
     ),
     _option("margin", "a margin", 20.0, (*_ROWWISE, *_SELF), optional(margin=0.35)),
-    # of the shapes of the one before
+    # The shapes are those of the previous case.
     _option("margin@labels", "a margin of L_in", 20.0, ("sup_con",), optional(sum_positives="inside", margin=0.35)),
     _option("margin@below", "a margin below 0", HIGH, (*_ROWWISE, *_SELF), optional(margin=-0.15)),
     _option("margin@inside", "a margin, sum inside", 20.0, _ROWWISE, optional(_few, **_SHARED, **_INSIDE, margin=0.35)),
     *(
-        _option("threshold" + name, about, 20.0, of, make, draw=draw)
-        for name, about, of, make, draw in (
+        _option("threshold" + name, about, 20.0, objectives, make, draw=draw)
+        for name, about, objectives, make, draw in (
             ("", "negatives far above the positive are left out", _ROWWISE, thresholded(), _unpaired),
             ("@ids", "beside false negatives", ("clip_loss",), thresholded(_few), _unpaired),
             ("@queue", "of a queue, too", _ONE, thresholded(_queue), _unpaired),
@@ -234,8 +234,8 @@ _OPTIONS = (
     _option("guide@positives", "of positives anywhere", 20.0, _ONE, optional(_blocks, guided, threshold=-1.0)),
     _option("guide@queue", "of a queue", 20.0, _ONE, optional(_queue, guided, threshold=0.5, threshold_is="relative")),
     *(
-        _option("own" + name, about, scale, _ONE, optional(*before, with_own, **options), draw=draw)
-        for name, about, scale, draw, before, options in (
+        _option("own" + name, about, scale, _ONE, optional(*makers, with_own, **options), draw=draw)
+        for name, about, scale, draw, makers, options in (
             ("", "negatives of one query each, and NaN beyond their counts", HIGH, pairs, (), _APART),
             ("@certain", "of certain pairs", 100.0, certain_pairs, (), _APART),
             ("@alone", "nothing but them", 20.0, pairs, (), {**_APART, **_ALONE, "margin": 0.35}),
@@ -246,14 +246,14 @@ _OPTIONS = (
         )
     ),
 )
-OPTIONS = tuple(each.name for each in _OPTIONS)
-"""The cases of options that contrastile's own functions have."""
+OPTIONS = tuple(batch.name for batch in _OPTIONS)
+"""The cases of the options of contrastile's own functions."""
 
 _MAXSIM = tuple(
     replace(_option(name, about, HIGH, ("maxsim",), make, draw=draw), keyword=keyword)
     for name, about, make, draw, keyword in (
-        ("one-token", "MaxSim of one token for each text", lambda _, given: of_pairs(given, (1, 1)), pairs, ""),
-        ("many-tokens", "17 tokens against 33", lambda _, given: of_pairs(given, (17, 33)), pairs, ""),
+        ("one-token", "MaxSim of one token for each text", lambda _, x: of_pairs(x, (1, 1)), pairs, ""),
+        ("many-tokens", "17 tokens against 33", lambda _, x: of_pairs(x, (17, 33)), pairs, ""),
         ("symmetric", "both directions", lambda _, x: replace(x, options={"symmetric": True}), pairs, "options"),
         ("masked", "tokens that do not count are the nearest", masked, pairs, "masks"),
         ("masked@opposite", "beside products below -100", partial(masked, norm=16.0), _apart, "masks"),
@@ -261,8 +261,8 @@ _MAXSIM = tuple(
 )
 
 BATCHES = {
-    each.name: each
-    for each in (
+    batch.name: batch
+    for batch in (
         Batch("smoke", "aligned 32 x 32", 32, 32, 10.0),
         Batch("ragged", "sizes that fit no tile: 41 x 72", 41, 72, 14.25, _unpaired),
         Batch("wide", "sizes beyond a tile: 203 x 200", 203, 200, 14.25, _trained),
@@ -308,9 +308,7 @@ BATCHES = {
             "300 labels beyond 32 bits, below 0 or equal as floats",
             *(301, 24, HIGH, _unpaired, 1.0, "labels", labelled(distinct)),
         ),
-        Batch(
-            "bias", "a positive bias", 37, 40, HIGH, pairs, 1.0, "bias", lambda draw, given: replace(given, bias=2.7)
-        ),
+        Batch("bias", "a positive bias", 37, 40, HIGH, pairs, 1.0, "bias", lambda draw, x: replace(x, bias=2.7)),
         *_MAXSIM,
         Batch("wordnet", "real sentence embeddings at CLIP's final scale", 1021, 384, 100.0, real),
         Batch(
@@ -324,7 +322,7 @@ BATCHES = {
 
 @dataclass(frozen=True, eq=False)
 class LossCase:
-    """A case of an objective. Cases are equal where their truth and its bounds are, however a loss is called."""
+    """A case of an objective. Cases are equal if they have equal truths and bounds, however the loss is called."""
 
     batch: Batch
     dtype: str
@@ -335,8 +333,8 @@ class LossCase:
     @cached_property
     def content(self) -> tuple[Any, ...]:
         claims = self.claims
-        stated = self.dtype, self.facts, self.state, claims.objective, claims.precision, claims.normalises
-        return *stated, pickle.dumps(self.arguments)
+        key = self.dtype, self.facts, self.state, claims.objective, claims.precision, claims.normalises
+        return *key, pickle.dumps(self.arguments)
 
     def __hash__(self) -> int:
         return hash(self.content)
@@ -351,43 +349,43 @@ class LossCase:
 
     @cached_property
     def problem(self) -> Problem:
-        """The whole problem in float64, of the features as they are, or after the loss's own normalisation.
+        """The whole problem in float64, of the given features, or of normalised ones if the loss normalises.
 
-        A backend is given weights, so those are rounded as it is given them.
+        A backend receives weights in its state dtype, so the problem's weights are rounded to that dtype.
         """
         if self.claims.objective == "maxsim":
-            return problem_and_truth(self._given)[0]
+            return problem_and_truth(self._used_arguments)[0]
         weights = "float64" if self.facts is None else state_dtype(self.dtype)
-        return stated(self.claims.objective, self._given, weights)
+        return stated(self.claims.objective, self._used_arguments, weights)
 
     @property
     def oracle(self) -> Truth:
-        return problem_and_truth(self._given)[1] if self.claims.objective == "maxsim" else truth(self.problem)
+        return problem_and_truth(self._used_arguments)[1] if self.claims.objective == "maxsim" else truth(self.problem)
 
     @property
-    def _given(self) -> Arguments:
+    def _used_arguments(self) -> Arguments:
         return normalised(self.arguments) if self.claims.normalises else self.arguments
 
 
 def concerns(name: str, prop: str, own: str | None, objective: str) -> bool:
-    """Whether a property, which may have an own case, is tested on the case of this name for this objective."""
+    """Whether a property is tested on this case for this objective; ``own`` is the property's own case, if any."""
     if own is not None or name in OWN:
         return name == own
     batch = BATCHES[name]
-    takes = {**KEYWORDS, "labels": ("sup_con",), "bias": ("sigmoid_loss",)}.get(batch.keyword, (objective,))
+    objectives = {**KEYWORDS, "labels": ("sup_con",), "bias": ("sigmoid_loss",)}.get(batch.keyword, (objective,))
     if batch.make is _queue:
-        takes = ("info_nce",)
-    takes = batch.objectives or takes
-    # of NaN features nothing is claimed but the value
-    return (prop == "value" or batch.draw is not _not_a_number) and objective in takes
+        objectives = ("info_nce",)
+    objectives = batch.objectives or objectives
+    # Of NaN features only the value is tested.
+    return (prop == "value" or batch.draw is not _not_a_number) and objective in objectives
 
 
 @lru_cache(maxsize=1)
 def build(name: str, dtype: str, claims: Claims, facts: Accuracy | None = None, seed: int = 0) -> LossCase:
-    """The case of this name for a loss with these claims, its features rounded to this dtype; drawn by the seed.
+    """The case of this name for a loss with these claims, with features rounded to this dtype and drawn by the seed.
 
     Raises:
-        ValueError: the loss claims no batch of this kind; the message says which claim is missing.
+        ValueError: the loss does not claim this kind of batch; the message says which claim is missing.
     """
     if name == CALLS:
         return sized(claims, claims.batch(23) or 1, claims.width(20) or 8, dtype, facts)
@@ -402,7 +400,7 @@ def build(name: str, dtype: str, claims: Claims, facts: Accuracy | None = None, 
     if batch.norm != 1.0 and claims.normalises:
         raise ValueError("features that are not normalised")
     needed = [batch.keyword, *(["negatives"] if batch.make is _blocks else ["ids"] if batch.make is _queue else [])]
-    missing = [x for x in needed if x in KEYWORDS and not getattr(claims, x)]
+    missing = [name for name in needed if name in KEYWORDS and not getattr(claims, name)]
     if missing:
         raise ValueError({"ids": "equal ids"}.get(missing[0], missing[0]))
     if batch.draw is _not_a_number and not claims.non_finite:
@@ -411,58 +409,58 @@ def build(name: str, dtype: str, claims: Claims, facts: Accuracy | None = None, 
     if "positives" in case.arguments.keywords and not claims.positives:
         raise ValueError("positives")
     features = case.arguments.features[0], case.arguments.features[-1]
-    longest = [np.nanmax(np.linalg.norm(x, axis=-1)) for x in features]
+    norms = [np.nanmax(np.linalg.norm(x, axis=-1)) for x in features]
     terms = features[0].shape[1] if claims.objective == "maxsim" else 1
-    largest = terms * abs(case.arguments.scale) * longest[0] * longest[1]
-    if claims.largest_logit is not None and largest > claims.largest_logit:
-        raise ValueError(f"logits of {largest:.3g}")
-    if largest > {"float16": 65504.0}.get(case.state, np.inf) / 2:
-        raise ValueError(f"logits of {largest:.3g}, which overflow in {case.state}")
+    largest_logit = terms * abs(case.arguments.scale) * norms[0] * norms[1]
+    if claims.largest_logit is not None and largest_logit > claims.largest_logit:
+        raise ValueError(f"logits of {largest_logit:.3g}")
+    if largest_logit > {"float16": 65504.0}.get(case.state, np.inf) / 2:
+        raise ValueError(f"logits of {largest_logit:.3g}, which overflow in {case.state}")
     return case
 
 
 def formed(
     batch: Batch, rows: int, width: int, dtype: str, claims: Claims, facts: Accuracy | None = None, seed: int = 0
 ) -> LossCase:
-    """The case of a batch in another size; of another seed, drawn anew."""
+    """The case of a batch in another size. Another seed draws other values."""
     draw = np.random.default_rng(zlib.crc32(batch.name.encode()) + (seed << 32))
-    # zeros change no dot product
+    # The padding changes no dot product.
     features = tuple(batch.norm * np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in batch.draw(draw, rows, width))
-    given = batch.make(draw, _arguments(claims.objective, Arguments(features, batch.scale)))
-    if claims.objective == "info_nce" and "ids" in given.keywords:
-        given = _with(given, row_ids=given.keywords["ids"], column_ids=given.keywords["ids"])
-    return LossCase(batch, dtype, rounded(given, dtype, facts), claims, facts)
+    arguments = batch.make(draw, _arguments(claims.objective, Arguments(features, batch.scale)))
+    if claims.objective == "info_nce" and "ids" in arguments.keywords:
+        arguments = _with(arguments, row_ids=arguments.keywords["ids"], column_ids=arguments.keywords["ids"])
+    return LossCase(batch, dtype, rounded(arguments, dtype, facts), claims, facts)
 
 
 def sized(
     claims: Claims, rows: int, width: int, dtype: str, facts: Accuracy | None = None, *, seed: int = 0
 ) -> LossCase:
-    """A case of this size; of another seed, with other features, labels and numbers."""
+    """A case of this size. Another seed gives other features, labels and numbers."""
     draw = np.random.default_rng(seed)
-    # with as much noise as row, one feature may be 0
+    # With equal parts of row and noise, one feature could be 0.
     features = pairs(draw, rows, width, 1.5, 1.5)
     if width < 3 and not claims.normalises:
-        # of unit length, one feature is 1 or -1, and every pair is certain
+        # A single feature of unit length is 1 or -1, which would make every pair certain.
         features = features[0] * draw.uniform(0.05, 0.3, (rows, 1)), features[1] * draw.uniform(0.05, 0.3, (rows, 1))
-    given = _arguments(claims.objective, Arguments(features, SCALE + seed))
-    if seed and given.labels is not None:
-        given = replace(given, labels=draw.permutation(given.labels))
+    arguments = _arguments(claims.objective, Arguments(features, SCALE + seed))
+    if seed and arguments.labels is not None:
+        arguments = replace(arguments, labels=draw.permutation(arguments.labels))
     batch = Batch(f"{rows} x {width}", "", rows, width, SCALE)
-    return LossCase(batch, dtype, rounded(given, dtype, facts), claims, facts)
+    return LossCase(batch, dtype, rounded(arguments, dtype, facts), claims, facts)
 
 
-def _arguments(objective: str, given: Arguments) -> Arguments:
-    """The pairs as the objective takes them."""
+def _arguments(objective: str, arguments: Arguments) -> Arguments:
+    """Turn pairs into the arguments of the objective."""
     if objective == "sigmoid_loss":
-        # SigLIP starts at scale 10 and bias -10
-        return replace(given, bias=-abs(given.scale))
+        # SigLIP starts at scale 10 and bias -10.
+        return replace(arguments, bias=-abs(arguments.scale))
     if objective == "maxsim":
-        return of_pairs(given)
+        return of_pairs(arguments)
     if objective == "sup_con":
-        # half of them as both samples of a class, of which some are joined
-        b = len(given.features[0])
+        # The first half of the pairs gives two samples per label. Some labels are then merged.
+        b = len(arguments.features[0])
         half = -(-b // 2)
-        features = np.concatenate([x[:half] for x in given.features])[:b]
-        label = np.arange(half) % max(1, 3 * half // 4)
-        return replace(given, features=(features,), labels=np.concatenate([label, label])[:b])
-    return given
+        features = np.concatenate([x[:half] for x in arguments.features])[:b]
+        labels = np.arange(half) % max(1, 3 * half // 4)
+        return replace(arguments, features=(features,), labels=np.concatenate([labels, labels])[:b])
+    return arguments

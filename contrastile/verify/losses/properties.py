@@ -26,18 +26,18 @@ from contrastile.verify.trial import Property, SkipError
 from contrastile.verify.truth import Outcome
 
 UPSTREAM = float(np.float32(-2.718281828))
-"""Exact in no 16 bits, and beyond 1."""
+"""An upstream gradient that no 16-bit dtype represents exactly, of magnitude above 1."""
 _LARGE = 65536.0
 _NOISIER = 3.0
-"""Largest ratio of a loss's error to a plain computation's. This package's own are held to 2 on a CPU."""
+"""Largest ratio of a loss's error to that of a plain computation. This package's own losses are held to 2 on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossProperty(Property):
-    """A named property of a loss, whose check takes a ``LossTrial``, of its own case too.
+    """A named property of a loss. Its check takes a ``LossTrial``, even for a case of its own.
 
     Attributes:
-        claim: why a loss with these claims is not held to it, "" where it is.
+        claim: why a loss with these claims is not held to the property; "" if it is.
     """
 
     claim: Callable[[Claims], str] = lambda claims: ""
@@ -45,7 +45,7 @@ class LossProperty(Property):
 
 @dataclass(frozen=True)
 class LossTrial:
-    """A loss on a case. The result that several properties need is computed once."""
+    """A loss on a case. Several properties share one result, which is computed once."""
 
     loss: Loss
     case: LossCase
@@ -56,13 +56,13 @@ class LossTrial:
         return self.run()
 
     def bound(self, upstream: float = 1.0) -> Outcome:
-        """Bounds of the errors of ``allowed.expected``, of a loss that may take its batch in blocks."""
+        """Error bounds of ``allowed.expected``, for a loss that may take its batch in blocks."""
         block = self.loss.block
         if block is None:
             return allowed.allowed(self.case, upstream)
         m = len(self.case.problem.rows)
-        pieces = tuple(min(block, m - start) for start in range(0, m, block))
-        return allowed.allowed(self.case, upstream, Spread(pieces, pieces * len(self.case.problem.columns)))
+        block_sizes = tuple(min(block, m - start) for start in range(0, m, block))
+        return allowed.allowed(self.case, upstream, Spread(block_sizes, block_sizes * len(self.case.problem.columns)))
 
     def call(self, **how: Any) -> Call:
         """A call of this case's arguments, made as ``prepare`` makes it."""
@@ -74,32 +74,32 @@ class LossTrial:
         return call.finish(call(), upstream)
 
     def train(self, leaves: Sequence[int]) -> list[bool]:
-        """Which of features, negatives, scale and bias need a gradient."""
-        given = self.case.arguments
-        count = len(given.features) + len(given.negatives) + 1 + (given.bias is not None)
-        return [place in leaves for place in range(count)]
+        """Whether each of features, negatives, scale and bias needs a gradient, from the indices of those that do."""
+        arguments = self.case.arguments
+        count = len(arguments.features) + len(arguments.negatives) + 1 + (arguments.bias is not None)
+        return [index in leaves for index in range(count)]
 
     def only_by_autograd(self) -> None:
         if not self.result.by_autograd:
             raise SkipError("it returns its gradients: autograd takes none")
 
     def only_right(self, fields: Sequence[str]) -> None:
-        """Skip where the call alone is wrong already: one defect is one failure."""
+        """Skip if the plain call is already wrong, so that one defect is one failure."""
         try:
-            right = self.compare(self.result, fields).ratio < 1
+            is_right = self.compare(self.result, fields).ratio < 1
         except SkipError:
-            # no finite bound: nothing says that it is wrong
+            # Without a finite bound nothing proves the result wrong.
             return
-        if not right:
+        if not is_right:
             raise SkipError("the value or the gradients are wrong already")
 
-    def compare(self, found: Result, fields: Sequence[str], upstream: float = 1.0) -> Worst:
-        """The worst element, with the names that the caller knows."""
-        return compared(self.case, found, allowed.expected(self.case, upstream), self.bound(upstream), fields)
+    def compare(self, result: Result, fields: Sequence[str], upstream: float = 1.0) -> Worst:
+        """The worst element of the fields, with the names of the caller's arguments."""
+        return compared(self.case, result, allowed.expected(self.case, upstream), self.bound(upstream), fields)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """How many rows or texts there are, and features of each vector."""
+        """The number of rows or texts, and the width of each vector."""
         features = self.case.arguments.features[0]
         return len(features), features.shape[-1]
 
@@ -115,19 +115,19 @@ class LossTrial:
         return ["loss", *gradient_fields(self.loss.claims)]
 
 
-def compared(case: LossCase, found: Result, exact: Outcome, bound: Outcome, fields: Sequence[str]) -> Worst:
-    """The worst element of the fields of a result, with the names that the caller knows.
+def compared(case: LossCase, result: Result, exact: Outcome, bound: Outcome, fields: Sequence[str]) -> Worst:
+    """The worst element of the fields of a result, with the names of the caller's arguments.
 
     Raises:
-        SkipError: no finite bound can be derived.
+        SkipError: there is no finite bound.
     """
     if any(x is not None and np.isinf(x).any() for _, x in parts(bound, fields)):
         raise SkipError(f"a plain {case.state} computation has no finite error bound here")
-    if not found.by_autograd:
-        # of the negatives no gradient is returned
-        last = len(case.arguments.features) - 1
-        exact, bound = (replace(x, columns=x.columns[:last]) for x in (exact, bound))
-    return named(compare(found, exact, bound, fields), case)
+    if not result.by_autograd:
+        # A loss that returns its gradients returns none of the negatives.
+        column_count = len(case.arguments.features) - 1
+        exact, bound = (replace(x, columns=x.columns[:column_count]) for x in (exact, bound))
+    return with_argument_names(compare(result, exact, bound, fields), case)
 
 
 _NAMES = {
@@ -138,12 +138,12 @@ _NAMES = {
 }
 
 
-def named(worst: Worst, case: LossCase) -> Worst:
-    """With the names of gradients for those of the truth's fields."""
+def with_argument_names(worst: Worst, case: LossCase) -> Worst:
+    """Replace the truth's field name by that of the argument's gradient."""
     first, second = _NAMES.get(case.claims.objective, ("image", "text"))
-    words = {"rows": f"d{first}", "columns[0]": f"d{second}", "scale": "dscale", "bias": "dbias"}
-    name, *rest = worst.field.split(" ", 1)
-    return replace(worst, field=" ".join([words.get(name, name), *rest]))
+    gradient_names = {"rows": f"d{first}", "columns[0]": f"d{second}", "scale": "dscale", "bias": "dbias"}
+    field, *rest = worst.field.split(" ", 1)
+    return replace(worst, field=" ".join([gradient_names.get(field, field), *rest]))
 
 
 def value(trial: LossTrial) -> Comparisons:
@@ -155,9 +155,9 @@ def value(trial: LossTrial) -> Comparisons:
         for label, mode in (("without gradients", torch.no_grad), ("in inference mode", torch.inference_mode)):
             with mode():
                 call = trial.call(train=trial.train([]))
-                found = call.finish(call())
+                result = call.finish(call())
                 assert not torch.is_grad_enabled()
-            yield label, trial.compare(found, ("loss",))
+            yield label, trial.compare(result, ("loss",))
 
 
 def gradients(trial: LossTrial) -> Comparisons:
@@ -178,22 +178,22 @@ def plain(trial: LossTrial) -> Comparisons:
     if claims.normalises or case.oracle.late is not None:
         raise SkipError("the plain computation does not normalise, and has one vector for each text")
     trial.only_right(["loss", *gradient_fields(claims)])
-    view, facts = partial(_claimed_part, claims), allowed.rounded_once(case)
-    got: Outcome = trial.result
+    claimed_part, facts = partial(_claimed_part, claims), allowed.rounded_once(case)
+    outcome: Outcome = trial.result
     if claims.objective in SELF and claims.feature_gradients:
-        # norms are of both views
-        got = replace(got, rows=np.concatenate([got.rows, *got.columns]), columns=())
-    got = view(got, joined=True)
-    beside = compare_with_plain(case.problem, case.oracle, got, facts, case.dtype, _NOISIER, view)
-    yield "", named(beside, case)
+        # The norm of the error covers both views.
+        outcome = replace(outcome, rows=np.concatenate([outcome.rows, *outcome.columns]), columns=())
+    outcome = claimed_part(outcome, joined=True)
+    worst = compare_with_plain(case.problem, case.oracle, outcome, facts, case.dtype, _NOISIER, claimed_part)
+    yield "", with_argument_names(worst, case)
 
 
-def _claimed_part(claims: Claims, x: Outcome, *, joined: bool = False) -> Outcome:
-    """An outcome in terms of the arguments, without the gradients that are not claimed."""
+def _claimed_part(claims: Claims, outcome: Outcome, *, joined: bool = False) -> Outcome:
+    """The outcome in terms of the arguments, without unclaimed gradients."""
     none: Any = None
-    x = folded(x) if claims.objective in SELF and not joined else x
-    x = x if claims.feature_gradients else replace(x, rows=none, columns=())
-    return x if claims.scale_gradient else replace(x, scale=none, bias=none)
+    outcome = folded(outcome) if claims.objective in SELF and not joined else outcome
+    outcome = outcome if claims.feature_gradients else replace(outcome, rows=none, columns=())
+    return outcome if claims.scale_gradient else replace(outcome, scale=none, bias=none)
 
 
 def upstream(trial: LossTrial) -> Comparisons:
@@ -203,11 +203,11 @@ def upstream(trial: LossTrial) -> Comparisons:
     trial.only_right(fields)
     yield f"upstream {UPSTREAM}", trial.compare(trial.run(upstream=UPSTREAM), fields, UPSTREAM)
     if trial.case.state in ("float32", "float64") and trial.case.dtype != "float16":
-        # as a gradient scaler begins with
+        # A gradient scaler starts with this factor.
         yield f"upstream {_LARGE}", trial.compare(trial.run(upstream=_LARGE), fields, _LARGE)
-    found = trial.run(upstream=np.nan)
-    swallowed = any(x is not None and x.size and np.isfinite(x).all() for x in found.gradients[:-1])
-    yield "upstream NaN", wrong("a gradient is finite") if swallowed else NOTHING
+    result = trial.run(upstream=np.nan)
+    has_finite_gradient = any(x is not None and x.size and np.isfinite(x).all() for x in result.gradients[:-1])
+    yield "upstream NaN", wrong("a gradient is finite") if has_finite_gradient else NOTHING
 
 
 def gradient_fields(claims: Claims) -> list[str]:
@@ -217,19 +217,19 @@ def gradient_fields(claims: Claims) -> list[str]:
 
 def determinism(trial: LossTrial) -> Comparisons:
     """The same inputs give the same bits."""
-    yield "second run", named(identical(trial.run(), trial.result), trial.case)
+    yield "second run", with_argument_names(identical(trial.run(), trial.result), trial.case)
 
 
 def inputs_kept(trial: LossTrial) -> Comparisons:
     """The loss writes to none of its inputs."""
     call = trial.call()
-    take = trial.loss.arrays.to_numpy
-    given = [*call.leaves, *call.labels, *call.keywords.values()]
-    before = [take(x).tobytes() for x in given]
+    to_numpy = trial.loss.arrays.to_numpy
+    arrays = [*call.leaves, *call.labels, *call.keywords.values()]
+    before = [to_numpy(x).tobytes() for x in arrays]
     call.finish(call())
-    for place, (x, old) in enumerate(zip(given, before, strict=True)):
-        if take(x).tobytes() != old:
-            yield "", wrong(f"array {place} of the arguments was changed")
+    for index, (x, old) in enumerate(zip(arrays, before, strict=True)):
+        if to_numpy(x).tobytes() != old:
+            yield "", wrong(f"array {index} of the arguments was changed")
     yield "", NOTHING
 
 
@@ -237,15 +237,15 @@ def strided(trial: LossTrial) -> Comparisons:
     """Transposed, every-other and reversed views give the same results as contiguous features."""
     fields = ["loss", *(["rows", "columns"] if trial.loss.claims.feature_gradients else [])]
     trial.only_right(fields)
-    ways = {"transposed": layouts.transposed, "every other element": layouts.every_other}
+    named_layouts = {"transposed": layouts.transposed, "every other element": layouts.every_other}
     if trial.loss.claims.library != "torch":
-        # torch has no negative strides
-        ways["backwards"] = layouts.backwards
-    for label, layout in ways.items():
-        yield label, trial.compare(trial.run(layout=partial(placed, layout, trial.loss.arrays)), fields)
+        # Torch has no negative strides.
+        named_layouts["backwards"] = layouts.backwards
+    for label, layout in named_layouts.items():
+        yield label, trial.compare(trial.run(layout=partial(in_layout, layout, trial.loss.arrays)), fields)
 
 
-def placed(layout: layouts.Layout, arrays: ArrayLibrary, x: Array) -> Array:
+def in_layout(layout: layouts.Layout, arrays: ArrayLibrary, x: Array) -> Array:
     _, view = layout(arrays, x, float("nan"))
     view[...] = x
     return view
@@ -254,7 +254,7 @@ def placed(layout: layouts.Layout, arrays: ArrayLibrary, x: Array) -> Array:
 _BATCHES = (2, 3, 4, 7, 8, 9, 10, 15, 16, 17, 31, 32, 33, 48, 191, 193, 1103, *(b for b in COUNTS if b <= 1025))
 _BATCHES += (100, 200, 500, 1000)
 _WIDTHS = (1, 2, 3, 17, 31, 33, 48, 100, 1000, *(d for d in WIDTHS if d <= 2049))
-# of a backend, of which "sizes" tries all: what lies between its caller and it
+# The code between a caller and a backend needs few sizes, because the backend's own property "sizes" tries all.
 _FEW_BATCHES, _FEW_WIDTHS = (1, 2, 10, 45, 100, 257), (1, 1537)
 _LARGEST_BATCH = 1103
 
@@ -263,23 +263,23 @@ def sizes(trial: LossTrial) -> Comparisons:
     """Value and gradients are right at every size of a batch and of features."""
     claims, case = trial.loss.claims, trial.case
     batches, widths = (_BATCHES, _WIDTHS) if case.facts is None else (_FEW_BATCHES, _FEW_WIDTHS)
-    many = claims.objective in ("clip_loss", "sup_con") and claims.by_autograd
-    if case.facts is not None and case.dtype == "float32" and many:
+    tries_largest = claims.objective in ("clip_loss", "sup_con") and claims.by_autograd
+    if case.facts is not None and case.dtype == "float32" and tries_largest:
         batches = *batches, _LARGEST_BATCH
     if trial.loss.block is not None:
         batches = tuple(b for b in batches if b <= 5 * trial.loss.block)
-    wished = [
+    requested = [
         *((b, 24 if b < 1000 else 3) for b in batches),
         *((6 if trial.loss.block is None else trial.loss.block + 2, d) for d in widths),
     ]
-    shapes = dict.fromkeys((claims.batch(b), claims.width(d)) for b, d in wished)
+    shapes = dict.fromkeys((claims.batch(b), claims.width(d)) for b, d in requested)
     for b, d in shapes:
         if b is not None and d is not None:
-            here = trial.resized(b, d)
+            resized = trial.resized(b, d)
             try:
-                yield f"b = {b}, d = {d}", here.compare(here.result, trial.fields)
+                yield f"b = {b}, d = {d}", resized.compare(resized.result, trial.fields)
             except SkipError:
-                # 16 bits: no finite bound
+                # A 16-bit dtype may have no finite bound.
                 continue
 
 
@@ -294,20 +294,20 @@ def linear_memory(trial: LossTrial) -> Comparisons:
     if len(batches) < 3:
         raise SkipError(f"needs batches of {largest // 4} to {largest} rows")
 
-    def measured(b: int) -> float:
+    def peak_of(b: int) -> float:
         call = trial.resized(b, width).call()
         return peak.peak_bytes(trial.loss.arrays.name, device, lambda: call.finish(call()))
 
-    # first calls fill caches and compile
-    measured(batches[0])
-    half, one, two = (measured(b) for b in batches)
+    # The first calls fill caches and compile.
+    peak_of(batches[0])
+    half, one, two = (peak_of(b) for b in batches)
     limit = peak.linear_limit(half, one, (batches[2] - batches[1]) / (batches[1] - batches[0]), device)
     yield f"b = {batches[1]} and {batches[2]}", Worst(two / limit, "bytes", (), two, limit)
 
 
-def claimed(held: str | Callable[[Claims], object], what: str) -> Callable[[Claims], str]:
-    """``LossProperty.claim`` of a claim by its name, or of what must be true of them."""
-    return lambda claims: "" if (getattr(claims, held) if isinstance(held, str) else held(claims)) else what
+def claimed(claim: str | Callable[[Claims], object], reason: str) -> Callable[[Claims], str]:
+    """``LossProperty.claim`` of a claim by name, or of a predicate of all claims; ``reason`` says what is unclaimed."""
+    return lambda claims: "" if (getattr(claims, claim) if isinstance(claim, str) else claim(claims)) else reason
 
 
 by_autograd = claimed(
@@ -317,8 +317,8 @@ by_autograd = claimed(
 
 
 ONE_CALL = {
-    each.name: each
-    for each in (
+    prop.name: prop
+    for prop in (
         LossProperty("value", value),
         LossProperty("gradients", gradients, claim=claimed("feature_gradients", "gradients of the features")),
         LossProperty("scale-gradient", scale_gradient, claim=claimed("scale_gradient", "the gradient of the scale")),
@@ -333,4 +333,4 @@ ONE_CALL = {
         ),
     )
 }
-"""The properties of one call, by name."""
+"""The properties of a single call, by name."""

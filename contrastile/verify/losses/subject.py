@@ -1,4 +1,4 @@
-"""A loss under test: somebody's callable, what is claimed for it, and the one way in which the cases call it."""
+"""A loss under test: a callable, the claims of its author, and the one way in which the cases call it."""
 
 from __future__ import annotations
 
@@ -26,33 +26,32 @@ _ARRAYS: dict[str, Callable[[Any], ArrayLibrary]] = {"numpy": ArrayLibrary, "cup
 
 @dataclass(frozen=True)
 class Result(Outcome):
-    """What a loss gave: in ``rows`` and ``columns`` the gradient of each of the features and negatives, None for none.
+    """A loss and its gradients: ``rows`` and ``columns`` are of features and negatives; a missing one is None.
 
     Attributes:
-        by_autograd: whether autograd gave the gradients; otherwise the loss returned them.
+        by_autograd: whether autograd computed the gradients; otherwise the loss returned them.
     """
 
     by_autograd: bool = False
 
     @property
     def gradients(self) -> list[Any]:
-        """In the order of the arguments."""
+        """The gradients in the order of the arguments."""
         return [self.rows, *self.columns, self.scale, self.bias]
 
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """Somebody's loss.
+    """A loss under test.
 
     Attributes:
-        name: what the report calls it: "module:attribute" where it can be imported.
+        name: its name in the report, "module:attribute" if it can be imported.
         target: a callable, a torch module, or a class of torch modules or other factory of losses that takes ``rank``
             and ``world_size``, as open_clip's ``ClipLoss`` does. It is called as ``target(*features, scale)``;
             with labels before the scale, the bias after it, and keywords, where its objective and claims have them.
-        claims: what is tested.
-        facts: of the backend that computes it, where it is one of this package's; else its bounds are a plain
-            computation's.
-        block: rows and columns that it takes at a time; None for all.
+        claims: the claims under test.
+        facts: of the backend that computes a loss of this package; None for the bounds of a plain computation.
+        block: the number of rows and columns that it takes at a time; None for all.
     """
 
     name: str
@@ -63,17 +62,17 @@ class Loss:
 
     @staticmethod
     def of(target: Any, claims: Claims | Mapping[str, Any] | None = None, name: str | None = None, **more: Any) -> Loss:
-        """A loss from what an author hands over.
+        """A loss from a callable, or from its name, and its claims.
 
         Args:
             target: a ``Loss``; "module:attribute"; or see ``Loss.target``.
             claims: None for the target's attribute ``claims``, or the defaults of ``Claims`` where it has none. A
                 torch module whose constructor takes ``rank`` and ``world_size`` then claims 2 and 3 ranks.
             name: None for the target's own.
-            **more: claims that replace those.
+            **more: claims that replace the others.
 
         Raises:
-            CannotRunError: there is nothing of this name, or importing it failed.
+            CannotRunError: the name does not exist, or importing it failed.
             TypeError, ValueError: see ``Claims.of``; or the target cannot be called.
         """
         if isinstance(target, str):
@@ -96,30 +95,30 @@ class Loss:
         return self.on_rank(0, 1)
 
     def on_rank(self, rank: int, world_size: int) -> Callable[..., Any]:
-        """The function that computes it on this rank: the target, or what the target makes."""
-        made: Callable[..., Any] = self.target
+        """The function that computes the loss on this rank: the target, or the loss that the target creates."""
+        function: Callable[..., Any] = self.target
         if takes_rank(self.target):
-            made = self.target(rank=rank, world_size=world_size)
+            function = self.target(rank=rank, world_size=world_size)
         elif isinstance(self.target, type):
-            made = self.target()
-        return made
+            function = self.target()
+        return function
 
 
 @dataclass(slots=True)
 class Call:
-    """A call with its arrays made.
+    """A call of a loss, with its arrays.
 
     Attributes:
-        loss: whose call it is.
-        leaves: features and negatives, arrays of the loss's library, of which torch tensors may want gradients.
-        count: how many of them are positional.
-        passed: what is passed of them: equal values.
-        labels: SupCon's, as a list.
+        loss: the loss that is called.
+        leaves: features and negatives, arrays of the loss's library. Torch tensors may require gradients.
+        count: the number of leaves that are positional arguments.
+        passed: the arrays that are passed for the leaves, of equal values.
+        labels: SupCon's labels, as a list.
         numbers: the scale and the bias, as they are passed.
         keywords: the arrays among the keyword arguments, without the negatives.
         joined: see ``Arguments``.
-        sequence: of several negatives.
-        returned: what the loss returned last.
+        sequence: the type of the sequence of several negatives.
+        returned: the last result of the loss.
     """
 
     loss: Loss
@@ -135,23 +134,23 @@ class Call:
     returned: Any = None
 
     def __call__(self, function: Callable[..., Any] | None = None) -> Any:
-        """What the loss, or another function, returns."""
-        more = self.passed[self.count :]
-        given_none = self.sequence is list and not more
-        negatives = {} if given_none else {"negatives": more[0] if self.joined else self.sequence(more)}
-        given = *self.passed[: self.count], *self.labels, *self.numbers
+        """Call the loss, or another function, and return its result."""
+        negatives = self.passed[self.count :]
+        omits_negatives = self.sequence is list and not negatives
+        keyword = {} if omits_negatives else {"negatives": negatives[0] if self.joined else self.sequence(negatives)}
+        positional = *self.passed[: self.count], *self.labels, *self.numbers
         integers = [*self.labels, *self.keywords.values()]
-        before = [self._take(x).tobytes() for x in integers]
-        self.returned = (function or self.loss.call)(*given, **self.keywords, **self.options, **negatives)
-        if [self._take(x).tobytes() for x in integers] != before:
+        before = [self._to_float64(x).tobytes() for x in integers]
+        self.returned = (function or self.loss.call)(*positional, **self.keywords, **self.options, **keyword)
+        if [self._to_float64(x).tobytes() for x in integers] != before:
             raise AssertionError("labels, ids or positives must be left as they are, got other ones after the call")
         return self.returned
 
     def finish(self, returned: Any, upstream: Any = None, *, retain: bool = False) -> Result:
-        """The value and the gradients: those that were returned, or autograd's, which adds to those before."""
+        """The value and the gradients: the returned ones, or autograd's, which accumulate over backward passes."""
         returned = list(returned.values()) if isinstance(returned, dict) else returned
         value, *gradients = returned if isinstance(returned, tuple | list) else (returned,)
-        claims, leaves = self.loss.claims, len(self.leaves)
+        claims, n = self.loss.claims, len(self.leaves)
         if self.loss.facts is not None:
             dtypes = [self.loss.arrays.dtype(x) for x in (value, self.leaves[0])]
             assert dtypes[0] == state_dtype(dtypes[1]), f"of {dtypes[1]} features the loss is {dtypes[0]}"
@@ -160,40 +159,40 @@ class Call:
             if not hasattr(value, "backward"):
                 raise TypeError(f"a loss must return a torch tensor, got {type(value).__name__}; see claims for others")
             if any(getattr(x, "requires_grad", False) for x in (*self.leaves, *self.numbers)):
-                of, arriving = (upstream * value, None) if isinstance(upstream, float) else (value, upstream)
-                of.backward(arriving, retain_graph=retain)
+                output, gradient = (upstream * value, None) if isinstance(upstream, float) else (value, upstream)
+                output.backward(gradient, retain_graph=retain)
             gradients = [getattr(x, "grad", None) for x in (*self.leaves, *self.numbers)]
         elif gradients:
-            # of the negatives none is returned
-            gradients = [*gradients[: self.count], *[None] * (leaves - self.count), *gradients[self.count :]]
+            # A loss that returns its gradients returns none of the negatives.
+            gradients = [*gradients[: self.count], *[None] * (n - self.count), *gradients[self.count :]]
         elif claims.feature_gradients or claims.scale_gradient:
             raise TypeError(
                 f"a loss that returns its gradients must return (loss, gradients...), got {type(returned).__name__}"
             )
-        gradients += [None] * (leaves + 2 - len(gradients))
-        taken = [self._take(x) for x in gradients[:leaves]]
-        # of columns of one row each, too
-        rows, *columns = (None if x is None else x.reshape((-1, x.shape[-1])) for x in taken)
-        scale, bias = (None if x is None else self._take(x).reshape(()) for x in gradients[leaves : leaves + 2])
-        return Result(self._take(value), rows, tuple(columns), scale, bias, by_autograd=by_autograd)  # type: ignore[arg-type]
+        gradients += [None] * (n + 2 - len(gradients))
+        arrays = [self._to_float64(x) for x in gradients[:n]]
+        # Blocks of negatives, (b, k, d), become matrices too.
+        rows, *columns = (None if x is None else x.reshape((-1, x.shape[-1])) for x in arrays)
+        scale, bias = (None if x is None else self._to_float64(x).reshape(()) for x in gradients[n : n + 2])
+        return Result(self._to_float64(value), rows, tuple(columns), scale, bias, by_autograd=by_autograd)  # type: ignore[arg-type]
 
     def forget(self) -> None:
-        """Drop the gradients of the backward passes so far, to which the next would add."""
+        """Drop the gradients of earlier backward passes, because the next pass would add to them."""
         for x in (*self.leaves, *self.numbers):
             if hasattr(x, "grad"):
                 x.grad = None
 
-    def given(self) -> list[Any]:
-        """Everything that the last call gave: what it returned, the value first, and autograd's gradients."""
+    def outputs(self) -> list[Any]:
+        """All results of the last call: the returned ones, the value first, and autograd's gradients."""
         returned = list(self.returned.values()) if isinstance(self.returned, dict) else self.returned
-        given = list(returned) if isinstance(returned, tuple | list) else [returned]
-        return given + [getattr(x, "grad", None) for x in (*self.leaves, *self.numbers)]
+        outputs = list(returned) if isinstance(returned, tuple | list) else [returned]
+        return outputs + [getattr(x, "grad", None) for x in (*self.leaves, *self.numbers)]
 
     def bits(self) -> list[bytes]:
-        """Of ``given``."""
-        return [self._take(x).tobytes() for x in self.given() if x is not None]
+        """The bytes of each of the outputs."""
+        return [self._to_float64(x).tobytes() for x in self.outputs() if x is not None]
 
-    def _take(self, x: Any) -> Any:
+    def _to_float64(self, x: Any) -> Any:
         if x is None:
             return None
         if isinstance(x, int | float | np.generic | np.ndarray):
@@ -203,7 +202,7 @@ class Call:
 
 def prepare(
     loss: Loss,
-    given: Arguments,
+    arguments: Arguments,
     dtype: str,
     device: str = "cpu",
     *,
@@ -213,55 +212,57 @@ def prepare(
     integers: str = "int64",
     step: int = 1,
 ) -> Call:
-    """The arrays of a call.
+    """Create the arrays of a call.
 
     Args:
-        loss: whose call it is.
-        given: the arguments, exactly representable in ``dtype`` (features) and in float32 (numbers).
+        loss: the loss to call.
+        arguments: the arguments, exactly representable in ``dtype`` (features) and in float32 (numbers).
         dtype: of the features.
         device: kind of device.
-        train: which of features, negatives, scale and bias need a gradient; None for all that is claimed.
-        layout: makes of each array of features an equal one in another memory layout.
-        number: makes what is passed as scale and as bias; None for 0-d tensors where their gradients are claimed.
+        train: whether each of features, negatives, scale and bias needs a gradient; None for all that are claimed.
+        layout: copies an array of features into another memory layout.
+        number: converts scale and bias; None for 0-d tensors where their gradients are claimed.
         integers: dtype of ids, positives and labels.
-        step: of these in memory.
+        step: the stride, in elements, of ids, positives and labels in memory.
     """
     claims, put = loss.claims, putter(loss.arrays, device)
-    leaves = [put(x, dtype) if layout is None else layout(put(x, dtype)) for x in (*given.features, *given.negatives)]
-    values = [x for x in (given.scale, given.bias) if x is not None]
-    tensors = claims.scale_gradient and claims.library == "torch"
-    make = number or (lambda x: put(x, state_dtype(dtype)) if tensors else x)
-    numbers = [make(x) for x in values]
+    leaves = [
+        put(x, dtype) if layout is None else layout(put(x, dtype)) for x in (*arguments.features, *arguments.negatives)
+    ]
+    values = [x for x in (arguments.scale, arguments.bias) if x is not None]
+    needs_tensors = claims.scale_gradient and claims.library == "torch"
+    convert = number or (lambda x: put(x, state_dtype(dtype)) if needs_tensors else x)
+    numbers = [convert(x) for x in values]
     if claims.by_autograd:
-        every = [claims.feature_gradients] * len(leaves) + [claims.scale_gradient] * len(numbers)
-        for x, wanted in zip((*leaves, *numbers), every if train is None else train, strict=True):
-            if wanted and hasattr(x, "requires_grad_"):
+        claimed = [claims.feature_gradients] * len(leaves) + [claims.scale_gradient] * len(numbers)
+        for x, is_trained in zip((*leaves, *numbers), claimed if train is None else train, strict=True):
+            if is_trained and hasattr(x, "requires_grad_"):
                 x.requires_grad_()
-    labels = [] if given.labels is None else [put(np.repeat(given.labels, step), integers)[::step]]
-    keywords = {name: put(np.repeat(x, step, axis=0), integers)[::step] for name, x in given.keywords.items()}
-    if given.weights is not None:
-        keywords["weights"] = put(given.weights, state_dtype(dtype))
-    # of a wider dtype, and near the numbers that it is rounded to
-    near = [x * (1.0 + UNIT[dtype] / 2 * np.sin(np.arange(x.size))).reshape(x.shape) for x in given.guide]
-    options = {**given.options, "guide": [put(x, "float64") for x in near]} if near else given.options
-    return Call(loss, leaves, len(given.features), leaves, labels, numbers, keywords, given.joined, options)
+    labels = [] if arguments.labels is None else [put(np.repeat(arguments.labels, step), integers)[::step]]
+    keywords = {name: put(np.repeat(x, step, axis=0), integers)[::step] for name, x in arguments.keywords.items()}
+    if arguments.weights is not None:
+        keywords["weights"] = put(arguments.weights, state_dtype(dtype))
+    # The guide is passed in float64, near the numbers that it rounds to.
+    guides = [x * (1.0 + UNIT[dtype] / 2 * np.sin(np.arange(x.size))).reshape(x.shape) for x in arguments.guide]
+    options = {**arguments.options, "guide": [put(x, "float64") for x in guides]} if guides else arguments.options
+    return Call(loss, leaves, len(arguments.features), leaves, labels, numbers, keywords, arguments.joined, options)
 
 
 def takes_rank(target: Any) -> bool:
-    """Whether a call of it takes ``rank`` and ``world_size``: it then makes a loss for a rank, and is none itself."""
+    """Whether the target takes ``rank`` and ``world_size``: it is then a factory of losses, and no loss itself."""
     try:
-        names = inspect.signature(target).parameters
+        parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):
         return False
-    if not {"rank", "world_size"} <= set(names):
+    if not {"rank", "world_size"} <= set(parameters):
         return False
-    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    others = [x for name, x in names.items() if name not in ("rank", "world_size")]
-    return all(x.kind in free or x.default is not inspect.Parameter.empty for x in others)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    others = [x for name, x in parameters.items() if name not in ("rank", "world_size")]
+    return all(x.kind in variadic or x.default is not inspect.Parameter.empty for x in others)
 
 
 def load(name: str) -> Any:
-    """What "module:attribute" names.
+    """The object that "module:attribute" names.
 
     Raises:
         CannotRunError: there is no such module or attribute, or importing it failed.
@@ -271,10 +272,10 @@ def load(name: str) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except (Exception, SystemExit) as error:
-        # importing other people's code may raise anything
+        # Importing third-party code may raise any exception.
         raise CannotRunError(f"loss {name!r} cannot be imported: {one_line(error)}") from error
 
 
 def _name(target: Any) -> str:
-    kind = target if hasattr(target, "__qualname__") else getattr(target, "func", type(target))
-    return f"{kind.__module__}:{kind.__qualname__}"
+    named = target if hasattr(target, "__qualname__") else getattr(target, "func", type(target))
+    return f"{named.__module__}:{named.__qualname__}"
