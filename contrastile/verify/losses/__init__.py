@@ -1,6 +1,6 @@
-"""Anybody's loss through the cases: what it claims, how it is called, and a row for each case and property.
+"""Checks of any loss: its claims, the way it is called, and a row for each case and property.
 
-``check(loss)`` runs them here; ``contrastile verify --loss module:attribute`` in a process of their own.
+``check(loss)`` runs them in this process; ``contrastile verify --loss module:attribute`` in a new one.
 """
 
 from contrastile.verify.losses.claims import Claims

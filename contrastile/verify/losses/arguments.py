@@ -1,4 +1,4 @@
-"""The arguments of a loss, and the problem that the oracle states of them: truth and bounds come from nothing else."""
+"""The arguments of a loss, and the problem that the oracle states from them, the only source of truth and bounds."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ FORMS: dict[str, Any] = {
     "nt_xent": named.nt_xent,
     "sup_con": named.sup_con,
 }
-"""What the oracle calls each objective."""
+"""The oracle's form of each objective."""
 
 SELF = ("nt_xent", "sup_con")
-"""The objectives whose features are rows and columns at once."""
+"""The objectives whose features are both the rows and the columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What a loss is called with, as NumPy arrays in float64.
+    """The arguments of a loss, as NumPy arrays in float64.
 
     Attributes:
-        features: (image, text), (query, key), (view_a, view_b), each (b, d); or SupCon's (features,); or of MaxSim
-            a query (b, q, d) and a document (b, t, d).
+        features: (image, text), (query, key), (view_a, view_b), each (b, d); SupCon's (features,); or MaxSim's query
+            (b, q, d) and document (b, t, d).
         scale: a number that multiplies the dot products.
         labels: (b,) of SupCon, None elsewhere.
         bias: of the sigmoid loss; None elsewhere, and for its default.
-        keywords: of integers: ids, positives, row_ids, column_ids, negative_counts; and masks.
+        keywords: arrays of integers: ids, positives, row_ids, column_ids, negative_counts; and masks.
         negatives: of info_nce, (r, d); or (b, k, d), which come last.
-        joined: whether the negatives are given as one tensor, and not as a sequence.
-        weights: (b,) of the mean; None for none.
-        options: texts and numbers that say which loss it is, as contrastile's own functions name them.
-        guide: (b, e) and (columns, e), features of another model; none for no guide.
+        joined: whether the negatives are passed as one tensor, not as a sequence.
+        weights: (b,), the weights of the mean; None for equal weights.
+        options: strings and numbers that select the loss, named as in contrastile's own functions.
+        guide: (b, e) and (columns, e), features of another model; empty for no guide.
     """
 
     features: tuple[FloatArray, ...]
@@ -62,146 +62,148 @@ class Arguments:
     guide: tuple[FloatArray, ...] = ()
 
 
-def guided(draw: Draw, given: Arguments) -> Arguments:
-    """With a guide that knows nothing of the features.
+def guided(draw: Draw, arguments: Arguments) -> Arguments:
+    """The arguments with a guide that is independent of the features.
 
-    Its dot products are integers, exact in float32 and not in 16 bits: some are those of positives, and count.
+    The guide's dot products are integers, exact in float32 but not in 16 bits. Some equal
+    the product of a positive, and count.
     """
-    count, sizes = len(given.features[1]) + sum(map(len, given.negatives)), np.resize([31.0, 31.0, 31.0, 1.0], 13)
-    rows, columns = signs(draw, len(given.features[0]), count, 13)
-    return replace(given, guide=(sizes * rows, sizes * columns))
+    count = len(arguments.features[1]) + sum(map(len, arguments.negatives))
+    factors = np.resize([31.0, 31.0, 31.0, 1.0], 13)
+    rows, columns = signs(draw, len(arguments.features[0]), count, 13)
+    return replace(arguments, guide=(factors * rows, factors * columns))
 
 
-def hard(draw: Draw, given: Arguments, count: int) -> FloatArray:
-    """Negatives as near to a query as its key: without any one of them the loss is another."""
-    rows = np.resize(given.features[0], (count, given.features[0].shape[1]))
+def hard(draw: Draw, arguments: Arguments, count: int) -> FloatArray:
+    """Negatives as near to a query as its key. The loss changes if any one of them is missing."""
+    rows = np.resize(arguments.features[0], (count, arguments.features[0].shape[1]))
     return unit(rows + unit(draw.standard_normal(rows.shape)))
 
 
 def optional(
-    *makes: Callable[[Draw, Arguments], Arguments], weighted: bool = True, **options: Any
+    *makers: Callable[[Draw, Arguments], Arguments], weighted: bool = True, **options: Any
 ) -> Callable[[Draw, Arguments], Arguments]:
-    """Options, beside what others make; and weights of three orders of magnitude, some of them 0 or negative."""
+    """Apply the makers, and add options and weights of three orders of magnitude, some of them 0 or negative."""
 
-    def make(draw: Draw, given: Arguments) -> Arguments:
-        for each in makes:
-            given = each(draw, given)
-        b = len(given.features[0])
+    def make(draw: Draw, arguments: Arguments) -> Arguments:
+        for maker in makers:
+            arguments = maker(draw, arguments)
+        b = len(arguments.features[0])
         weights = 10.0 ** draw.uniform(-3, 0, b) * draw.choice((1, 1, 1, 0, -0.1), b) if weighted and b > 1 else None
-        return replace(given, options=options, weights=weights)
+        return replace(arguments, options=options, weights=weights)
 
     return make
 
 
 def thresholded(
-    *makes: Callable[[Draw, Arguments], Arguments], relative: bool = False
+    *makers: Callable[[Draw, Arguments], Arguments], relative: bool = False
 ) -> Callable[[Draw, Arguments], Arguments]:
-    """A threshold beyond which some negatives lie, far from each: what is left out depends on no rounding."""
+    """Apply the makers, and add a threshold below some products, so far from each that rounding changes no side."""
 
-    def make(draw: Draw, given: Arguments) -> Arguments:
-        given = optional(*makes, weighted=relative)(draw, given)
-        query, key = given.features
+    def make(draw: Draw, arguments: Arguments) -> Arguments:
+        arguments = optional(*makers, weighted=relative)(draw, arguments)
+        query, key = arguments.features
         if relative:
-            # a share of a negative product is above it
+            # Some products become negative, because a share of a negative product lies above it.
             key = np.where(np.arange(len(key))[:, None] % 5, key, -key)
-        x = query @ np.concatenate([key, *given.negatives]).T
-        positives = given.keywords.get("positives", itself := np.arange(len(x)))
-        own, square = x[itself, positives], x[:, : len(key)]
-        sides = (x, own[:, None], positives), *([] if positives is not itself else [(square, own, itself)])
+        x = query @ np.concatenate([key, *arguments.negatives]).T
+        positives = arguments.keywords.get("positives", itself := np.arange(len(x)))
+        limits, square = x[itself, positives], x[:, : len(key)]
+        sides = (x, limits[:, None], positives), *([] if positives is not itself else [(square, limits, itself)])
         excess = np.concatenate(
             [
-                (each / limit - 1 if relative else each - limit)[at[:, None] != np.arange(each.shape[1])]
-                for each, limit, at in sides
+                (products / limit - 1 if relative else products - limit)[p[:, None] != np.arange(products.shape[1])]
+                for products, limit, p in sides
             ]
         )
         high = np.sort(excess)[-90:-30]
         at = int(np.diff(high).argmax())
         options = {"threshold": float(high[at : at + 2].mean()), "threshold_is": "relative" if relative else "absolute"}
-        return replace(given, features=(query, key), options=options)
+        return replace(arguments, features=(query, key), options=options)
 
     return make
 
 
-def with_own(draw: Draw, given: Arguments) -> Arguments:
-    """Arguments with up to three negatives of each query, none of some; what lies beyond them is NaN."""
-    (b, d), k = given.features[0].shape, 3
+def with_own(draw: Draw, arguments: Arguments) -> Arguments:
+    """The arguments with zero to three negatives for each query. The padding after them is NaN."""
+    (b, d), k = arguments.features[0].shape, 3
     counts = np.resize([0, k, *draw.integers(0, k + 1, 9)], b).astype(np.int64)
-    own = unit(given.features[0][:, None] + unit(draw.standard_normal((b, k, d))))
+    own = unit(arguments.features[0][:, None] + unit(draw.standard_normal((b, k, d))))
     own[np.arange(k) >= counts[:, None]] = np.nan
-    keywords = {**given.keywords, "negative_counts": counts}
-    return replace(given, negatives=(*given.negatives, own), joined=False, keywords=keywords)
+    keywords = {**arguments.keywords, "negative_counts": counts}
+    return replace(arguments, negatives=(*arguments.negatives, own), joined=False, keywords=keywords)
 
 
 def labelled(names: Callable[[Draw, int], np.ndarray]) -> Callable[[Draw, Arguments], Arguments]:
-    """Labels of one, two and many samples, in no order."""
+    """Labels of one, two and many samples, in random order."""
 
-    def make(draw: Draw, given: Arguments) -> Arguments:
-        b = len(given.features[0])
+    def make(draw: Draw, arguments: Arguments) -> Arguments:
+        b = len(arguments.features[0])
         groups = np.minimum(np.arange(b) // 2, b // 3)
         groups[: b // 4] = b + np.arange(b // 4)
-        _, place = np.unique(draw.permutation(groups), return_inverse=True)
-        return replace(given, labels=np.asarray(names(draw, place.max() + 1)[place], np.int64))
+        _, group = np.unique(draw.permutation(groups), return_inverse=True)
+        return replace(arguments, labels=np.asarray(names(draw, group.max() + 1)[group], np.int64))
 
     return make
 
 
 def distinct(draw: Draw, count: int) -> np.ndarray:
-    """Labels, no two equal: those of ``FAR``, and then negative ones and such as floats do not tell apart."""
+    """Distinct labels: those of ``FAR``, negative ones, and some that are equal as floats."""
     more = np.concatenate([2**60 + np.arange(count), -np.arange(2, count + 2) * 2**32])
     return draw.permutation(np.unique(np.concatenate([FAR, more])))[:count]
 
 
-def normalised(given: Arguments) -> Arguments:
-    features, negatives = (tuple(map(unit, x)) for x in (given.features, given.negatives))
-    return replace(given, features=features, negatives=negatives)
+def normalised(arguments: Arguments) -> Arguments:
+    features, negatives = (tuple(map(unit, x)) for x in (arguments.features, arguments.negatives))
+    return replace(arguments, features=features, negatives=negatives)
 
 
-def rounded(given: Arguments, dtype: str, facts: Accuracy | None = None) -> Arguments:
-    """The arguments in numbers that features of this dtype, and numbers of float32 or a backend's state, hold."""
+def rounded(arguments: Arguments, dtype: str, facts: Accuracy | None = None) -> Arguments:
+    """Round features to this dtype, and scale, bias and weights to float32, or to a backend's state dtype."""
     state = "float32" if facts is None else state_dtype(dtype)
-    features, negatives = (tuple(round_to(x, dtype) for x in xs) for xs in (given.features, given.negatives))
-    bias = None if given.bias is None else float(round_to(given.bias, state))
-    scale = float(round_to(given.scale, state))
-    weights = None if given.weights is None else float64(round_to(given.weights, state))
-    return replace(given, features=features, negatives=negatives, scale=scale, bias=bias, weights=weights)
+    features, negatives = (tuple(round_to(x, dtype) for x in xs) for xs in (arguments.features, arguments.negatives))
+    bias = None if arguments.bias is None else float(round_to(arguments.bias, state))
+    scale = float(round_to(arguments.scale, state))
+    weights = None if arguments.weights is None else float64(round_to(arguments.weights, state))
+    return replace(arguments, features=features, negatives=negatives, scale=scale, bias=bias, weights=weights)
 
 
-def stated(objective: str, given: Arguments, weights: str = "float64") -> Problem:
-    """The problem that an objective states of these arguments, with weights rounded to a dtype."""
-    features, keywords, asked = given.features, dict(given.keywords), given.options
-    blocks = [len(x) if x.ndim == 2 else x.shape[0] * x.shape[1] for x in (*features[1:2], *given.negatives)]
-    more: dict[str, Any] = {} if given.weights is None else {"weights": given.weights}
+def stated(objective: str, arguments: Arguments, weights: str = "float64") -> Problem:
+    """The problem that an objective states from its arguments, with weights rounded to a dtype."""
+    features, keywords, options = arguments.features, dict(arguments.keywords), arguments.options
+    blocks = [len(x) if x.ndim == 2 else x.shape[0] * x.shape[1] for x in (*features[1:2], *arguments.negatives)]
+    settings: dict[str, Any] = {} if arguments.weights is None else {"weights": arguments.weights}
     if objective == "info_nce":
-        features = features[0], np.concatenate([features[1], *(x for x in given.negatives if x.ndim == 2)])
-        more["own"] = next((x for x in given.negatives if x.ndim == 3), None)
-        more |= {"counts": keywords.pop("negative_counts", None), "in_batch": asked.get("in_batch", True)}
-        more["share"] = asked.get("share_negatives", True)
+        features = features[0], np.concatenate([features[1], *(x for x in arguments.negatives if x.ndim == 2)])
+        settings["own"] = next((x for x in arguments.negatives if x.ndim == 3), None)
+        settings |= {"counts": keywords.pop("negative_counts", None), "in_batch": options.get("in_batch", True)}
+        settings["share"] = options.get("share_negatives", True)
     if "ids" in keywords:
-        same = keywords.pop("ids")
-        keywords |= {"row_ids": same, "column_ids": same}
-    labels = [] if given.labels is None else [given.labels]
-    bias = [given.bias or 0.0] if objective == "sigmoid_loss" else []
-    if asked.get("ids_are") == "positives":
-        more["match"] = "target"
+        ids = keywords.pop("ids")
+        keywords |= {"row_ids": ids, "column_ids": ids}
+    labels = [] if arguments.labels is None else [arguments.labels]
+    bias = [arguments.bias or 0.0] if objective == "sigmoid_loss" else []
+    if options.get("ids_are") == "positives":
+        settings["match"] = "target"
     if objective == "sigmoid_loss":
-        more["mean"] = asked.get("mean_positives", False)
+        settings["mean"] = options.get("mean_positives", False)
     else:
-        more["options"] = named.Options(
-            asked.get("sum_positives") == "inside",
-            asked.get("label_smoothing", 0.0),
-            asked.get("margin", 0.0),
-            asked.get("threshold", 0.0 if given.guide else np.inf),
-            asked.get("threshold_is") == "relative",
-            (given.guide[0], given.guide[1]) if given.guide else None,
+        settings["options"] = named.Options(
+            options.get("sum_positives") == "inside",
+            options.get("label_smoothing", 0.0),
+            options.get("margin", 0.0),
+            options.get("threshold", 0.0 if arguments.guide else np.inf),
+            options.get("threshold_is") == "relative",
+            (arguments.guide[0], arguments.guide[1]) if arguments.guide else None,
         )
-    form = FORMS[objective].form(*features, *labels, given.scale, *bias, **keywords, **more)
+    form = FORMS[objective].form(*features, *labels, arguments.scale, *bias, **keywords, **settings)
     m, n = len(form.q), len(form.k)
     positive = form.pairs.positive(m, n)
     u, v, target = form.u, form.v, target_weights(positive)
     if form.mean:
         u = np.stack([u * target, u * (1 - target)], axis=-1)
-    limits = [x.ravel() if given.guide or "threshold" in asked else None for x in named.limits(form)]
-    row_guide, column_guide = given.guide or (None, None)
+    limits = [x.ravel() if arguments.guide or "threshold" in options else None for x in named.limits(form)]
+    row_guide, column_guide = arguments.guide or (None, None)
     return Owned(
         rows=form.q,
         columns=tuple(split(form.k, blocks)) if form.first is None else (form.k.copy(),),
@@ -222,12 +224,12 @@ def stated(objective: str, given: Arguments, weights: str = "float64") -> Proble
     )
 
 
-def of_arguments(x: Outcome, objective: str) -> Outcome:
-    """An outcome in terms of the arguments: ``rows`` of the first features, ``columns`` of the others."""
+def of_arguments(outcome: Outcome, objective: str) -> Outcome:
+    """An outcome in terms of the arguments: ``rows`` has the first features' gradient, ``columns`` the others'."""
     if objective not in SELF:
-        return x
-    both = folded(x)
+        return outcome
+    joined = folded(outcome)
     if objective == "sup_con":
-        return both
-    b = len(both.rows) // 2
-    return replace(both, rows=both.rows[:b], columns=(both.rows[b:],))
+        return joined
+    b = len(joined.rows) // 2
+    return replace(joined, rows=joined.rows[:b], columns=(joined.rows[b:],))

@@ -1,4 +1,4 @@
-"""MaxSim losses: texts as tokens, and the problem and truth that the oracle states of them."""
+"""MaxSim losses: texts as vectors of tokens, and the problem and truth that the oracle states for them."""
 
 from __future__ import annotations
 
@@ -19,61 +19,61 @@ from contrastile.verify.truth import Truth, truth
 
 MASKS = "query_mask", "document_mask"
 TOKENS = 2, 3
-"""Of a query and of a document, where a case does not say."""
+"""The default number of tokens of a query and of a document."""
 
 
 def tokens(x: FloatArray, count: int) -> FloatArray:
-    """(b, count, d): vectors (b, d), turned by one place and a little shorter with each token.
+    """Tokens (b, count, d) from vectors (b, d): each token is rotated by one more place, and a little shorter.
 
-    So a pair's tokens are near in their order, and signs and sizes of products are those of the vectors.
+    The tokens of a pair are thus nearest in order, and their products have the signs and sizes of the vectors'.
     """
     return np.stack([np.roll(x, a, axis=1) * (16 / (16 + a)) for a in range(count)], axis=1)
 
 
-def of_pairs(given: Arguments, counts: tuple[int, int] = TOKENS) -> Arguments:
-    """Pairs of vectors, or of texts by their first tokens, as texts whose scores are as large as the products were."""
-    one, other = (x if x.ndim == 2 else x[:, 0] for x in given.features)
-    before = given.features[0].shape[1] if given.features[0].ndim == 3 else 1
-    features = tokens(one, counts[0]), tokens(other, counts[1])
-    return replace(given, features=features, scale=given.scale * before / counts[0])
+def of_pairs(arguments: Arguments, counts: tuple[int, int] = TOKENS) -> Arguments:
+    """Turn pairs of vectors, or the first tokens of texts, into texts whose scores are as large as the products."""
+    first, second = (x if x.ndim == 2 else x[:, 0] for x in arguments.features)
+    count = arguments.features[0].shape[1] if arguments.features[0].ndim == 3 else 1
+    features = tokens(first, counts[0]), tokens(second, counts[1])
+    return replace(arguments, features=features, scale=arguments.scale * count / counts[0])
 
 
-def masked(draw: Draw, given: Arguments, norm: float = 1.0) -> Arguments:
-    """One to four tokens of a query count, and one to five of a document; in place of the others are nearer ones.
+def masked(draw: Draw, arguments: Arguments, norm: float = 1.0) -> Arguments:
+    """Texts with masks. One to four tokens of a query count, and one to five of a document; the others are nearer.
 
-    With ``norm`` tokens are so many times as long, and the logits the same.
+    ``norm`` multiplies the length of the tokens; the logits stay the same.
     """
-    given = of_pairs(given, (4, 5))
-    masks = [(draw.random(x.shape[:2]) < 0.6).astype(np.int64) for x in given.features]
+    arguments = of_pairs(arguments, (4, 5))
+    masks = [(draw.random(x.shape[:2]) < 0.6).astype(np.int64) for x in arguments.features]
     for mask in masks:
         mask[np.arange(len(mask)), draw.integers(0, mask.shape[1], len(mask))] = 1
-    nearer = [1.5 * np.roll(x, 1, axis=0)[:, :1] for x in given.features[::-1]]
-    pieces = zip(masks, given.features, nearer, strict=True)
-    features = tuple(norm * np.where(mask[:, :, None] == 1, x, other) for mask, x, other in pieces)
-    scale = given.scale / norm**2
-    return replace(given, features=features, scale=scale, keywords=dict(zip(MASKS, masks, strict=True)))
+    distractors = [1.5 * np.roll(x, 1, axis=0)[:, :1] for x in arguments.features[::-1]]
+    texts = zip(masks, arguments.features, distractors, strict=True)
+    features = tuple(norm * np.where(mask[:, :, None] == 1, x, distractor) for mask, x, distractor in texts)
+    scale = arguments.scale / norm**2
+    return replace(arguments, features=features, scale=scale, keywords=dict(zip(MASKS, masks, strict=True)))
 
 
-def problem_and_truth(given: Arguments) -> tuple[Problem, Truth]:
-    """InfoNCE of the scores, or of both directions, stated of the tokens: see ``Truth.late``."""
-    return _found(pickle.dumps(given))
+def problem_and_truth(arguments: Arguments) -> tuple[Problem, Truth]:
+    """InfoNCE of the scores, in one or both directions, in terms of the tokens: see ``Truth.late``."""
+    return _problem_and_truth(pickle.dumps(arguments))
 
 
 @lru_cache(maxsize=2)
-def _found(content: bytes) -> tuple[Problem, Truth]:
-    given: Arguments = pickle.loads(content)
-    (query, document), masks = given.features, given.keywords
+def _problem_and_truth(content: bytes) -> tuple[Problem, Truth]:
+    arguments: Arguments = pickle.loads(content)
+    (query, document), masks = arguments.features, arguments.keywords
     with np.errstate(all="ignore"):
         S, products, nearest = scores(query, document, *map(masks.get, MASKS))
-        objective = "clip_loss" if given.options.get("symmetric") else "info_nce"
-        problem = stated(objective, Arguments((S, np.eye(len(document))), given.scale))
+        objective = "clip_loss" if arguments.options.get("symmetric") else "info_nce"
+        problem = stated(objective, Arguments((S, np.eye(len(document))), arguments.scale))
         inner = truth(problem)
         late = Late(products, nearest, inner.G)
-        asked: dict[str, Any] = {**given.keywords, **given.options}
-        found = maxsim(query, document, given.scale, **asked)
-        q, k, rows, columns = (x.reshape(-1, x.shape[-1]) for x in (query, document, found.d_rows, found.d_columns))
+        keywords: dict[str, Any] = {**arguments.keywords, **arguments.options}
+        exact = maxsim(query, document, arguments.scale, **keywords)
+        q, k, rows, columns = (x.reshape(-1, x.shape[-1]) for x in (query, document, exact.d_rows, exact.d_columns))
         G = late.of_tokens(inner.G)
-        outcome = replace(inner.outcome, rows=rows, columns=(columns,), loss=float64(found.loss), scale=found.d_scale)
+        outcome = replace(inner.outcome, rows=rows, columns=(columns,), loss=float64(exact.loss), scale=exact.d_scale)
         whole = replace(inner, outcome=outcome, q=q, k=k, products=q @ k.T, G=G, late=late, bounds={})
         whole = replace(whole, row_sum=G @ k, column_sum=G.T @ q)
     return replace(problem, rows=q, columns=(k,)), whole

@@ -12,10 +12,10 @@ from contrastile.backends.contract import Array
 Target = Callable[..., Any]
 
 PRIMITIVES: dict[str, Any] = {"keep": 0}
-"""Settings with which a small loss on a host is computed as any other is."""
+"""Settings that compute a small loss on a CPU in the same way as any other loss."""
 
 ROWS = 64
-"""The most rows of a loss whose arithmetic is plain, and of a rank."""
+"""The largest number of rows of a loss of plain arithmetic, and of a rank."""
 
 
 def module(loss: Target, settings: dict[str, Any], *, trains: bool = True) -> Target:
@@ -26,63 +26,63 @@ def module(loss: Target, settings: dict[str, Any], *, trains: bool = True) -> Ta
 
     kind = nn.ClipLoss if loss is losses.clip_loss else nn.SigLipLoss
     settings = settings | PRIMITIVES if trains else settings
-    # what other modules were made with is theirs
+    # The settings of other modules must not affect this one.
     kind(world_size=2)
     kind(world_size=2, parameter_reduction="sum")
     group = settings.get("group")
-    place: Any = {} if group is None else {"rank": torch.tensor(group.rank), "world_size": torch.tensor(group.size)}
+    ranks: Any = {} if group is None else {"rank": torch.tensor(group.rank), "world_size": torch.tensor(group.size)}
     if kind is nn.SigLipLoss:
-        place.pop("rank", None)
-    made = functools.cache(lambda **options: kind(**place, **settings, **options).train(trains))
+        ranks.pop("rank", None)
+    cached_module = functools.cache(lambda **options: kind(**ranks, **settings, **options).train(trains))
 
-    def target(image: Array, text: Array, scale: Any, bias: Any = None, **more: Any) -> Any:
-        # CLIP's bias shifts every logit, and changes nothing; DDP waits for its gradient
+    def target(image: Array, text: Array, scale: Any, bias: Any = None, **options: Any) -> Any:
+        # CLIP's bias shifts every logit, and does not change the loss. DDP still waits for its gradient.
         shift = image.new_zeros([1] * (len(image) % 2)).requires_grad_(trains) if loss is losses.clip_loss else None
-        arrays = {name: more.pop(name, None) for name in ("ids", "weights", "guide")}
-        found = made(**more)(image, text, scale, bias if shift is None else shift, trains, **arrays)
-        if not isinstance(found, dict if trains else torch.Tensor):
-            raise ValueError(f"a module must return a dict in training alone, got {type(found).__name__}")
+        arrays = {name: options.pop(name, None) for name in ("ids", "weights", "guide")}
+        output = cached_module(**options)(image, text, scale, bias if shift is None else shift, trains, **arrays)
+        if not isinstance(output, dict if trains else torch.Tensor):
+            raise ValueError(f"a module must return a dict in training alone, got {type(output).__name__}")
         if shift is not None and trains and torch.is_grad_enabled():
-            (gradient,) = torch.autograd.grad([*found.values()], shift, retain_graph=True, allow_unused=True)
+            (gradient,) = torch.autograd.grad([*output.values()], shift, retain_graph=True, allow_unused=True)
             assert gradient is not None
-        return found
+        return output
 
     return target
 
 
 def of_temperature(loss: Target, settings: dict[str, Any]) -> Target:
-    """The modules of views, and of labels, which normalise their features."""
+    """The modules ``NTXentLoss`` and ``SupConLoss``, which normalise their features."""
     from contrastile import nn
 
-    kind, usual = (nn.NTXentLoss, 0.5) if loss is losses.nt_xent else (nn.SupConLoss, 0.1)
-    assert kind().options == {"temperature": usual}, "what is left out must be what it is in the modules replaced"
+    kind, default = (nn.NTXentLoss, 0.5) if loss is losses.nt_xent else (nn.SupConLoss, 0.1)
+    assert kind().options == {"temperature": default}, "what is left out must be what it is in the modules replaced"
 
-    def target(features: Array, other: Array, scale: Any) -> Any:
-        longer = (2 * x if x.is_floating_point() else x for x in (features, other))
-        return kind(1 / float(scale), **(settings | PRIMITIVES))(*longer)
+    def target(first: Array, second: Array, scale: Any) -> Any:
+        scaled = (2 * x if x.is_floating_point() else x for x in (first, second))
+        return kind(1 / float(scale), **(settings | PRIMITIVES))(*scaled)
 
     return target
 
 
 def captioned(loss: Target, settings: dict[str, Any]) -> Target:
-    """CoCa's module, beside a caption of one token and padding, which counts as nothing."""
+    """CoCa's module, with a caption of one token and padding, which must not count."""
     from contrastile import nn
 
-    def target(image: Array, text: Array, scale: Any, **more: Any) -> Any:
-        given = {name: more.pop(name) for name in ("ids", "weights", "guide") if name in more}
+    def target(image: Array, text: Array, scale: Any, **options: Any) -> Any:
+        arrays = {name: options.pop(name) for name in ("ids", "weights", "guide") if name in options}
         logits, labels = image.new_tensor([[[0, 0, 0], [0, 0, 9]]]), image.new_tensor([[1, 2]]).long()
-        made = nn.CoCaLoss(2.0, 1.0, pad_id=2, **settings, **more)
-        found, caption = made(image, text, logits, labels, scale, **given)
+        criterion = nn.CoCaLoss(2.0, 1.0, pad_id=2, **settings, **options)
+        symmetric_loss, caption = criterion(image, text, logits, labels, scale, **arrays)
         assert caption > 2, "padding counts: of a token it is twice log 3"
-        return found
+        return symmetric_loss
 
     return target
 
 
 def distilled(loss: Target, settings: dict[str, Any]) -> Target:
-    """The module of distillation, whose teacher is certain of pairs that lie beside each other: it is their loss.
+    """The distillation module. Its teacher is certain of pairs in adjacent rows, so it computes their symmetric loss.
 
-    Where gradients are differences of two they are computed in float64: what is held is above the backends.
+    Its gradients are differences of two terms, so it computes in float64: the test is of the module, not of a backend.
     """
     import torch
 
@@ -92,12 +92,12 @@ def distilled(loss: Target, settings: dict[str, Any]) -> Target:
     rank, size = (0, 1) if group is None else (group.rank, group.size)
 
     def target(image: Array, text: Array, scale: Any) -> Any:
-        own = torch.arange(len(image), device=image.device) + rank * ROWS
-        teacher = torch.nn.functional.one_hot(own, max(len(image), size * ROWS)).double()
-        given = image.double(), text.roll(1, 0).double(), scale, teacher, teacher.roll(1, 0), 200.0
-        made = nn.DistillClipLoss(**{**settings, "backend": "torch", "precision": "auto"})
-        # the fourth call of a signature on a GPU is replayed
-        _, found = [made(*given) for _ in range(4 if image.is_cuda else 1)][-1]
-        return found.to(torch.promote_types(image.dtype, torch.float32))
+        columns = torch.arange(len(image), device=image.device) + rank * ROWS
+        teacher = torch.nn.functional.one_hot(columns, max(len(image), size * ROWS)).double()
+        arguments = image.double(), text.roll(1, 0).double(), scale, teacher, teacher.roll(1, 0), 200.0
+        criterion = nn.DistillClipLoss(**{**settings, "backend": "torch", "precision": "auto"})
+        # On a GPU, the fourth call of a signature replays a graph.
+        _, distillation = [criterion(*arguments) for _ in range(4 if image.is_cuda else 1)][-1]
+        return distillation.to(torch.promote_types(image.dtype, torch.float32))
 
     return target

@@ -1,4 +1,4 @@
-"""The checks of losses: one for each case and property, and one for each thing that is not claimed."""
+"""The checks of losses: one for each case and property, and one for each missing claim."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from contrastile.verify.losses.properties import LossProperty, LossTrial
 from contrastile.verify.losses.subject import Loss
 from contrastile.verify.runner import Check, Row, Run
 
-CASES = {**{name: each.about for name, each in BATCHES.items()}, **OWN, **ranks.SHARDS}
-ABOUT = {name: each.about for name, each in PROPERTIES.items()}
+CASES = {**{name: batch.about for name, batch in BATCHES.items()}, **OWN, **ranks.SHARDS}
+ABOUT = {name: prop.about for name, prop in PROPERTIES.items()}
 ABOUT |= {name: about for name, (_, about) in ranks.DISTRIBUTED.items()}
-"""The cases and the properties, and what they are."""
+"""The cases and the properties, each with its description."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossSelection:
-    """What to run, as ``options.OPTIONS`` says of each: iterating over it gives the checks.
+    """The checks to run, selected by the options of ``options.OPTIONS``. Iteration yields the checks.
 
-    Dtypes that a loss does not claim are listed once.
+    An unclaimed dtype is listed once.
     """
 
     losses: Sequence[Loss]
@@ -46,7 +46,7 @@ class LossSelection:
         compare: Callable[[], Comparisons] | None = None,
         **more: Any,
     ) -> Check:
-        given = {
+        options = {
             "loss": loss.name,
             "objective": loss.claims.objective,
             "dtype": dtype,
@@ -54,7 +54,7 @@ class LossSelection:
             "device": None if self.device == "cpu" else self.device,
             "seed": self.seed or None,
         }
-        return Check(loss.name, name, case, dtype, compare, given, **more)
+        return Check(loss.name, name, case, dtype, compare, options, **more)
 
     def __iter__(self) -> Iterator[Check]:
         for loss in self.losses:
@@ -65,30 +65,30 @@ class LossSelection:
                 if dtype not in loss.claims.dtypes:
                     yield self._check(loss, dtype, reason=f"{dtype} features")
                     continue
-                yield from self._of_dtype(loss, dtype)
-            yield from self._of_ranks(loss)
+                yield from self._dtype_checks(loss, dtype)
+            yield from self._rank_checks(loss)
 
-    def _of_dtype(self, loss: Loss, dtype: str) -> Iterator[Check]:
-        chosen = [each for name, each in PROPERTIES.items() if self.properties is None or name in self.properties]
-        for each in chosen:
-            missing = each.claim(loss.claims)
+    def _dtype_checks(self, loss: Loss, dtype: str) -> Iterator[Check]:
+        chosen = [prop for name, prop in PROPERTIES.items() if self.properties is None or name in self.properties]
+        for prop in chosen:
+            missing = prop.claim(loss.claims)
             if missing:
-                yield self._check(loss, dtype, each.name, reason=missing)
-        held = [each for each in chosen if not each.claim(loss.claims)]
+                yield self._check(loss, dtype, prop.name, reason=missing)
+        claimed = [prop for prop in chosen if not prop.claim(loss.claims)]
         for name in [*BATCHES, *OWN]:
-            own = [each for each in held if cases.concerns(name, each.name, each.case, loss.claims.objective)]
-            if not own or (self.cases is not None and name not in self.cases):
+            applicable = [prop for prop in claimed if cases.concerns(name, prop.name, prop.case, loss.claims.objective)]
+            if not applicable or (self.cases is not None and name not in self.cases):
                 continue
             try:
                 cases.build(name, dtype, loss.claims, loss.facts, self.seed)
             except ValueError as missing:
                 yield self._check(loss, dtype, case=name, reason=str(missing))
                 continue
-            for each in own:
-                held_by = partial(_held, each, loss, name, dtype, self.device, self.seed)
-                yield self._check(loss, dtype, each.name, name, held_by, device=self.device)
+            for prop in applicable:
+                comparisons = partial(_compare, prop, loss, name, dtype, self.device, self.seed)
+                yield self._check(loss, dtype, prop.name, name, comparisons, device=self.device)
 
-    def _of_ranks(self, loss: Loss) -> Iterator[Check]:
+    def _rank_checks(self, loss: Loss) -> Iterator[Check]:
         names = [name for name in ranks.SHARDS if self.cases is None or name in self.cases]
         chosen = [name for name in ranks.DISTRIBUTED if self.properties is None or name in self.properties]
         if not (names and chosen) or self.device != "cpu":
@@ -108,9 +108,9 @@ class LossSelection:
                     yield self._check(loss, dtype, case=case, reason=str(reason), world=size)
                     continue
                 for name in chosen:
-                    what = PROPERTIES[name.removeprefix("ddp-")].claim(loss.claims)
-                    if what:
-                        yield self._check(loss, dtype, name, case, reason=what, world=size)
+                    missing = PROPERTIES[name.removeprefix("ddp-")].claim(loss.claims)
+                    if missing:
+                        yield self._check(loss, dtype, name, case, reason=missing, world=size)
                         continue
                     compare = partial(ranks.check, loss, case, size, ranks.DISTRIBUTED[name][0])
                     yield self._check(loss, dtype, name, case, compare, world=size)
@@ -118,13 +118,13 @@ class LossSelection:
 
 @lru_cache(maxsize=1)
 def _trial(loss: Loss, name: str, dtype: str, device: str, seed: int) -> LossTrial:
-    """The trial of the checks that follow one another; the next case takes its place."""
+    """The trial that consecutive checks of a case share. The next case replaces it."""
     return LossTrial(loss, cases.build(name, dtype, loss.claims, loss.facts, seed), device)
 
 
-def _held(each: LossProperty, loss: Loss, name: str, dtype: str, device: str, seed: int) -> Comparisons:
+def _compare(prop: LossProperty, loss: Loss, name: str, dtype: str, device: str, seed: int) -> Comparisons:
     with one_thread(loss.arrays, device == "cpu"):
-        yield from each.check(_trial(loss, name, dtype, device, seed))
+        yield from prop.check(_trial(loss, name, dtype, device, seed))
 
 
 def check(loss: Any, claims: Claims | Mapping[str, Any] | None = None, **chosen: Any) -> Iterator[Row]:
