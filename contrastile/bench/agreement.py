@@ -1,4 +1,4 @@
-"""Before an implementation is timed, the same call must agree with the oracle, within derived bounds."""
+"""The check before timing: the call that is timed must agree with the oracle within derived bounds."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ class Agreement:
 def check(implementation: Implementation, dtype: str, device: str, scale: float, rows: int = CHECK_ROWS) -> Agreement:
     """Compare loss and all gradients of one implementation with the oracle, at a ragged size, with and without ids.
 
-    An infinite bound proves nothing: where one is infinite, fewer pairs are tried (sums in bfloat16).
+    An infinite bound proves nothing. If a bound is infinite (sums in bfloat16), the check tries fewer pairs.
     """
     refusal = implementation.refuses(dtype, device)
     if refusal:
         return Agreement(implementation.name, None, rows, refusal)
     loss = implementation.loss(dtype, device)
     for pairs in sorted({rows, min(rows, FEW_ROWS)}, reverse=True):
-        found = dict[str, Worst]()
+        errors = dict[str, Worst]()
         for variant in ("aligned", "ids"):
-            given = rounded(features(Workload(variant, pairs, CHECK_WIDTH), scale), dtype, loss.facts)
+            arguments = rounded(features(Workload(variant, pairs, CHECK_WIDTH), scale), dtype, loss.facts)
             batch = Batch(variant, "", pairs, CHECK_WIDTH, scale)
-            trial = LossTrial(loss, LossCase(batch, dtype, given, loss.claims, loss.facts), device)
+            trial = LossTrial(loss, LossCase(batch, dtype, arguments, loss.claims, loss.facts), device)
             with suppress(SkipError):
-                found[variant] = trial.compare(trial.result, trial.fields)
-        if len(found) == 2:
-            variant, worst = max(found.items(), key=lambda each: each[1].ratio)
+                errors[variant] = trial.compare(trial.result, trial.fields)
+        if len(errors) == 2:
+            variant, worst = max(errors.items(), key=lambda item: item[1].ratio)
             reason = f"{worst} ({variant}, b = {pairs}, d = {CHECK_WIDTH})"
             return Agreement(implementation.name, worst.ratio, pairs, reason)
     return Agreement(implementation.name, None, rows, f"no finite bound in {dtype} at scale {scale:g}")

@@ -51,16 +51,16 @@ def main(args: argparse.Namespace) -> int:
     """Run ``contrastile bench``.
 
     Returns:
-        0 when something was measured and nothing disagreed, 1 when an implementation disagreed with the oracle, 2 when
-        nothing could be measured.
+        0 if at least one implementation was measured and all agreed with the oracle, 1 if one disagreed, 2 if none
+        could be measured.
 
     Raises:
         CannotRunError: an option is wrong, a file cannot be written, or the sweep was interrupted.
     """
-    for name, least in {"batch": 1, "width": 1, "repeat": 1}.items():
-        given = getattr(args, name)
-        for each in given if isinstance(given, list) else [least if given is None else given]:
-            within(name, each, least)
+    for name, minimum in {"batch": 1, "width": 1, "repeat": 1}.items():
+        values = getattr(args, name)
+        for value in values if isinstance(values, list) else [minimum if values is None else values]:
+            within(name, value, minimum)
     reason = why_not_writable(args.json, args.plot)
     if reason is not None:
         raise CannotRunError(reason)
@@ -68,68 +68,68 @@ def main(args: argparse.Namespace) -> int:
         require_packages("matplotlib")
         if args.plot.suffix not in report.PICTURES:
             raise CannotRunError(f"--plot must end in {', '.join(report.PICTURES)}, got {args.plot.name!r}")
-    gpu = args.device != "cpu" and torch_gpus() > 0
-    if args.device == "cuda" and not gpu:
+    has_gpu = args.device != "cpu" and torch_gpus() > 0
+    if args.device == "cuda" and not has_gpu:
         raise CannotRunError("--device cuda needs a torch that sees a GPU; run: contrastile doctor")
-    chosen = settings(args, "cuda" if gpu else "cpu")
-    done, total = 0, sweep.steps(chosen)
-    with progress(lines=True) as show:
+    sweep_settings = settings(args, "cuda" if has_gpu else "cpu")
+    done, total = 0, sweep.steps(sweep_settings)
+    with progress(lines=True) as update:
 
-        def advance(what: str, steps: int) -> None:
+        def advance(label: str, steps: int) -> None:
             nonlocal done
             done += steps
-            show(done, total, what)
+            update(done, total, label)
 
         try:
-            found = sweep.run(chosen, advance)
+            result = sweep.run(sweep_settings, advance)
         except (ValueError, TypeError, BackendUnavailableError) as error:
             raise CannotRunError(error) from error
-    record = found.record()
+    record = result.record()
     report.show(record)
     if args.json:
         write_json(args.json, record)
-    if args.plot and any(row.seconds for row in found.rows.values()):
+    if args.plot and any(row.seconds for row in result.rows.values()):
         try:
             report.plot(record, args.plot)
         except OSError as error:
             raise CannotRunError(f"cannot write {args.plot}: {error.strerror}") from error
-    if found.interrupted:
-        measured = sum(bool(row.seconds) for row in found.rows.values())
-        sizes = len(chosen.batches) * len(chosen.widths) * len(chosen.variants)
-        raise StoppedError(f"interrupted after {measured} of {(len(chosen.backends) + 1) * sizes} measurements")
-    if any(each.ratio is not None and not each.agrees for each in found.agreements):
+    if result.interrupted:
+        measured = sum(bool(row.seconds) for row in result.rows.values())
+        sizes = len(sweep_settings.batches) * len(sweep_settings.widths) * len(sweep_settings.variants)
+        raise StoppedError(f"interrupted after {measured} of {(len(sweep_settings.backends) + 1) * sizes} measurements")
+    if any(x.ratio is not None and not x.agrees for x in result.agreements):
         return 1
-    return 0 if any(row.seconds for row in found.rows.values()) else 2
+    return 0 if any(row.seconds for row in result.rows.values()) else 2
 
 
-def _runs(name: str, device: str) -> bool:
+def _runs_on(name: str, device: str) -> bool:
     try:
         return device in load(name).devices
     except BackendUnavailableError:
         return False
     except (Exception, SystemExit):
-        # a third-party backend may raise anything when it is imported: the sweep says what
+        # Importing a third-party backend may raise any exception, which the sweep reports.
         return True
 
 
 def settings(args: argparse.Namespace, device: str = "cpu") -> SweepSettings:
-    """The settings that the arguments ask for, on this device; ``--quick`` fills in what was not given."""
+    """The settings from the arguments, on this device. ``--quick`` changes the defaults of missing options."""
     if not math.isfinite(args.scale):
         raise CannotRunError(f"--scale must be finite, got {args.scale}; leave it out for 100")
-    usual = QUICK if args.quick else USUAL
-    # numpy, which is float64 and for reference, only where there is no other
-    here = [name for name, missing in available().items() if missing is None and name != "numpy"]
-    backends = args.backend or [name for name in here if _runs(name, device)] or ["numpy"]
+    defaults = QUICK if args.quick else USUAL
+    # The numpy backend is a float64 reference. Choose it only if there is no other.
+    available_names = [name for name, reason in available().items() if reason is None and name != "numpy"]
+    backends = args.backend or [name for name in available_names if _runs_on(name, device)] or ["numpy"]
     return SweepSettings(
         backends=tuple(dict.fromkeys(backends)),
-        batches=tuple(dict.fromkeys(args.batch or usual["batch"])),
-        widths=tuple(dict.fromkeys(args.width or usual["width"])),
+        batches=tuple(dict.fromkeys(args.batch or defaults["batch"])),
+        widths=tuple(dict.fromkeys(args.width or defaults["width"])),
         variants=tuple(dict.fromkeys(args.variant)),
         dtype=args.dtype,
         scale=args.scale,
-        repeat=args.repeat or usual["repeat"],
-        # where times vary
-        most=args.repeat or 6 * usual["repeat"],
+        repeat=args.repeat or defaults["repeat"],
+        # More rounds follow while the times vary.
+        most=args.repeat or 6 * defaults["repeat"],
         device=device,
         budget=args.budget,
         memory=not args.no_memory,

@@ -1,4 +1,4 @@
-"""What is measured, and in what: sizes and features; contrastile's backends, and a plain loss with the full logits."""
+"""The workloads, and the implementations: contrastile's backends, and a plain loss with the full logits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Workload:
 
     Attributes:
         variant: "aligned"; "ragged", one row and three features less; or "ids", aligned with false negatives.
-        batch: nominal number of pairs, of a nominal width.
+        batch: nominal number of pairs; ``width`` is the nominal number of features.
     """
 
     variant: str
@@ -56,32 +56,32 @@ class Workload:
 
 
 def features(workload: Workload, scale: float) -> Arguments:
-    """The workload's arguments: unit pairs in float32, equal on every call, and for all variants of one shape."""
+    """The workload's arguments: unit pairs in float32, the same on every call and for all variants of one shape."""
     b, d = workload.shape
     random = np.random.default_rng([b, d])
-    image, noise = pair = tuple[Any, ...](random.standard_normal((b, d), dtype=np.float32) for _ in range(2))
-    for x in pair:
+    image, noise = pairs = tuple[Any, ...](random.standard_normal((b, d), dtype=np.float32) for _ in range(2))
+    for x in pairs:
         x /= np.linalg.norm(x, axis=1, keepdims=True)
     noise *= np.float32(np.sqrt(1 - COSINE**2))
     noise += np.float32(COSINE) * image
     keywords = {}
     if workload.variant == "ids":
         keywords["ids"] = ids = np.arange(b, dtype=np.int64)
-        couples = random.permutation(b)[: 2 * int(b * SHARED / 2)].reshape(-1, 2)
-        ids[couples[:, 1]] = ids[couples[:, 0]]
-    return Arguments(pair, scale, keywords=keywords)
+        shared = random.permutation(b)[: 2 * int(b * SHARED / 2)].reshape(-1, 2)
+        ids[shared[:, 1]] = ids[shared[:, 0]]
+    return Arguments(pairs, scale, keywords=keywords)
 
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """Something that computes the symmetric loss and its gradients.
+    """An implementation of the symmetric loss and its gradients.
 
     Attributes:
         name: a backend's name, or "plain".
-        library: whose arrays it is given: "numpy", "torch", or "cupy" where there is no torch.
-        target: called as ``target(image, text, scale, ids=None)``, returns the loss and its gradients by these; none
-            accumulates.
-        backend: what computes it; None for a plain computation.
+        library: the library of its arrays: "numpy", "torch", or "cupy" where there is no torch.
+        target: called as ``target(image, text, scale, ids=None)``; returns the loss and its gradients by image, text
+            and scale, and accumulates none.
+        backend: the backend that computes it; None for a plain computation.
     """
 
     name: str
@@ -98,16 +98,16 @@ class Implementation:
         return None if dtype in self.backend.dtypes else f"takes {', '.join(sorted(self.backend.dtypes))} only"
 
     def predicted_bytes(self, workload: Workload, itemsize: int) -> int:
-        """Bytes that it is expected to hold at its peak, given the size of one feature."""
+        """Predicted bytes at the peak; ``itemsize`` is the size of one feature."""
         b, d = workload.shape
         if self.backend is not None:
-            # both gradients, and their accumulators in the state dtype
+            # Both gradients, and their accumulators in the state dtype.
             return 2 * b * d * (itemsize + 8)
-        # two matrices of logits, two of log-probabilities, and the mask of false negatives
+        # Two matrices of logits, two of log-probabilities, and the mask of false negatives.
         return b * b * (4 * itemsize + (workload.variant == "ids")) + 4 * b * d * itemsize
 
     def loss(self, dtype: str, device: str) -> Loss:
-        """It as ``contrastile verify`` takes a loss, with the backend's facts."""
+        """The implementation as a loss under test of ``contrastile verify``, with the backend's facts."""
         claims, facts = Claims(library=self.library, ids=True, dtypes=(dtype,), devices=(device,)), None
         if self.backend is not None:
             options = Options(precision=self.backend.auto_precision)
@@ -115,13 +115,13 @@ class Implementation:
         return Loss(self.name, self.target, claims, facts)
 
     def step(self, workload: Workload, dtype: str, device: str, scale: float) -> Callable[[], Any]:
-        """One forward and backward of this workload, with its arrays made."""
+        """A callable that runs one forward and backward pass of this workload; its arrays are created here."""
         call = prepare(self.loss(dtype, device), features(workload, scale), dtype, device)
         return partial(self.target, *call.leaves, *call.numbers, **call.keywords)
 
 
 def ours(name: str) -> Implementation:
-    """A backend behind the public functions, so that the calls timed are the calls that users make.
+    """A backend behind the public functions, so that the benchmark times the calls that users make.
 
     Raises:
         ValueError, BackendUnavailableError, TypeError: see ``contrastile.backends.load``.
@@ -146,7 +146,7 @@ def plain() -> Implementation:
 
 
 def with_autograd(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Forward and backward of a differentiable loss of torch tensors; gradients are returned, not accumulated."""
+    """Forward and backward pass of a differentiable loss of torch tensors. Gradients are returned, not accumulated."""
 
     def target(image: Any, text: Any, scale: Any, ids: Any = None) -> Any:
         import torch

@@ -36,9 +36,9 @@ def nt_xent(view_a: Any, view_b: Any, scale: Any) -> Any:
 
 def sup_con(features: Any, labels: Any, scale: Any) -> Any:
     log_p = functional.log_softmax((scale * features @ features.T).fill_diagonal_(-torch.inf), dim=1)
-    same = (labels[:, None] == labels).fill_diagonal_(False)
-    count = same.sum(1)
-    return -(log_p.masked_fill(~same, 0).sum(1) / count.clamp(min=1)).sum() / (count > 0).sum().clamp(min=1)
+    is_positive = (labels[:, None] == labels).fill_diagonal_(False)
+    count = is_positive.sum(1)
+    return -(log_p.masked_fill(~is_positive, 0).sum(1) / count.clamp(min=1)).sum() / (count > 0).sum().clamp(min=1)
 
 
 def maxsim(
@@ -52,5 +52,5 @@ def maxsim(
     if query_mask is not None:
         nearest = nearest.masked_fill(query_mask[:, None] == 0, 0)
     logits, target = scale * nearest.sum(2), torch.arange(len(query), device=query.device)
-    one = functional.cross_entropy(logits, target)
-    return (one + functional.cross_entropy(logits.T, target)) / 2 if symmetric else one
+    forward = functional.cross_entropy(logits, target)
+    return (forward + functional.cross_entropy(logits.T, target)) / 2 if symmetric else forward

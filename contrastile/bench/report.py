@@ -13,11 +13,11 @@ from contrastile.reporting import colored, wrapped
 _MIB = 2**20
 
 PICTURES = (".png", ".pdf", ".svg")
-"""How the name of a picture may end."""
+"""The file types of a picture."""
 
 
 def show(record: dict[str, Any]) -> None:
-    """Print where and what was measured, and a line for each measurement or why there is none."""
+    """Print the machine, the settings, and one line for each measurement or for the reason why it is missing."""
     facts, settings = record["environment"], record["settings"]
     threads = facts.get("threads") or facts["cores"]
     where = f"{facts['cpu']}, {threads} threads" if facts["device"] == "cpu" else facts["device"]
@@ -30,13 +30,13 @@ def show(record: dict[str, Any]) -> None:
         if size != (size := f"{row['variant']}, b = {row['batch']:,}, d = {row['width']}"):
             print(f"\n{size}")
         print(f"  {row['implementation']:{width}}  {_line(row)}")
-    busy = [row["spread"] for row in record["rows"] if not row.get("steady", True)]
-    if busy:
-        words = f"this machine is busy: times vary by up to {max(busy):.0%}, so the ratios mean little"
-        print("\n" + wrapped(colored(words, "yellow")))
-    known = [each for each in record["agreements"] if each["ratio"] is not None]
-    if known:
-        checked = ", ".join(f"{each['implementation']} {each['ratio']:.2g}" for each in known)
+    spreads = [row["spread"] for row in record["rows"] if not row.get("steady", True)]
+    if spreads:
+        warning = f"this machine is busy: times vary by up to {max(spreads):.0%}, so the ratios mean little"
+        print("\n" + wrapped(colored(warning, "yellow")))
+    agreements = [agreement for agreement in record["agreements"] if agreement["ratio"] is not None]
+    if agreements:
+        checked = ", ".join(f"{agreement['implementation']} {agreement['ratio']:.2g}" for agreement in agreements)
         print("\n" + wrapped(f"held to the oracle first, error / bound: {checked}"))
 
 
@@ -45,26 +45,26 @@ def _line(row: dict[str, Any]) -> str:
     if row["status"] == "skip":
         return f"skipped: {row['reason']}"
     seconds, peak = row["seconds"]["median"], row["peak_extra_bytes"]
-    scale, unit = next((each for each in ((1.0, "s"), (1e-3, "ms")) if seconds >= each[0] / 10), (1e-6, "us"))
-    line = f"{_digits(seconds / scale, 3)} {unit}"
+    factor, unit = next((x for x in ((1.0, "s"), (1e-3, "ms")) if seconds >= x[0] / 10), (1e-6, "us"))
+    line = f"{_digits(seconds / factor, 3)} {unit}"
     line += "" if peak is None else f", {_digits(peak / _MIB, 2)} MiB"
     time, memory = row["time_over_plain"], row["memory_over_plain"]
     if row["implementation"] == PLAIN or time is None:
         return line
     compared = [_times(time, "faster", "slower", "as fast")]
     compared += [] if memory is None else [_times(memory, "less memory", "more memory", "as much memory")]
-    alike = "as" if compared[-1].startswith("as ") else "than"
-    return f"{line}: {', '.join(compared)} {alike} {PLAIN}"
+    conjunction = "as" if compared[-1].startswith("as ") else "than"
+    return f"{line}: {', '.join(compared)} {conjunction} {PLAIN}"
 
 
 def _digits(x: float, digits: int) -> str:
-    """At least so many digits, zeros too: 1.00 beside 1.01."""
+    """A number with at least this many digits, trailing zeros included: 1.00, 1.01."""
     decimals = max(0, digits - 1 - math.floor(math.log10(x))) if x > 0 else 0
     return f"{x:,.{decimals}f}"
 
 
 def _times(ratio: float, below: str, above: str, same: str) -> str:
-    """A ratio of ours to another in words: "1.6 x faster"."""
+    """The ratio of our cost to another's in words: "1.6 x faster"."""
     if 0.95 < ratio < 1.05:
         return same
     return colored(f"{1 / ratio:.2g} x {below}", "green") if ratio < 1 else colored(f"{ratio:.2g} x {above}", "yellow")
@@ -81,33 +81,33 @@ def plot(record: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     measured = [row for row in record["rows"] if row["status"] == "measured"]
-    several = len({(row["variant"], row["width"]) for row in measured}) > 1
-    # nothing to draw where no memory was measured
+    has_several = len({(row["variant"], row["width"]) for row in measured}) > 1
+    # Draw no panel for memory if none was measured.
     titles = ("time, s", "peak extra memory, MiB")[: 2 if any(row["peak_extra_bytes"] for row in measured) else 1]
     figure = Figure(figsize=(5.5 * len(titles), 4.5), layout="constrained")
     panels = figure.subplots(1, len(titles), squeeze=False)[0]
     lines: dict[str, list[dict[str, Any]]] = {}
     for row in measured:
-        where = f", {row['variant']}, d = {row['width']}" if several else ""
-        lines.setdefault(row["implementation"] + where, []).append(row)
+        suffix = f", {row['variant']}, d = {row['width']}" if has_several else ""
+        lines.setdefault(row["implementation"] + suffix, []).append(row)
     for label, rows in lines.items():
         style = "s-" if rows[0]["implementation"] == PLAIN else "o-"
         panels[0].plot([row["batch"] for row in rows], [row["seconds"]["median"] for row in rows], style, label=label)
-        known = [row for row in rows if row["peak_extra_bytes"]]
+        with_memory = [row for row in rows if row["peak_extra_bytes"]]
         for axes in panels[1:]:
-            peaks = [row["peak_extra_bytes"] / _MIB for row in known]
-            axes.plot([row["batch"] for row in known], peaks, style, label=label)
+            peaks = [row["peak_extra_bytes"] / _MIB for row in with_memory]
+            axes.plot([row["batch"] for row in with_memory], peaks, style, label=label)
     for width in sorted({row["width"] for row in measured}):
         rows = [row for row in measured if row["width"] == width]
         rate = statistics.median(rate for row in rows for rate in row["matmul_gflops"])
         b = sorted({row["batch"] for row in rows})
-        label = f"8 b² d at {rate:.0f} GFLOP/s (matmul)" + (f", d = {width}" if several else "")
+        label = f"8 b² d at {rate:.0f} GFLOP/s (matmul)" + (f", d = {width}" if has_several else "")
         panels[0].plot(b, [8e-9 * n * n * width / rate for n in b], "k--", linewidth=1, label=label)
     for axes, title in zip(panels, titles, strict=True):
         axes.set_xscale("log", base=2)
         axes.set(yscale="log", xlabel="batch b", ylabel=title)
         axes.grid(visible=True, which="both", alpha=0.3)
         axes.legend(fontsize="small")
-    where = f"{record['environment']['device']} ({record['environment']['cpu']})"
-    figure.suptitle(f"symmetric loss, forward and backward, {record['settings']['dtype']}, {where}")
+    machine = f"{record['environment']['device']} ({record['environment']['cpu']})"
+    figure.suptitle(f"symmetric loss, forward and backward, {record['settings']['dtype']}, {machine}")
     figure.savefig(path, dpi=150)

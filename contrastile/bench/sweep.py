@@ -1,8 +1,8 @@
 """Takes the measurements: check, predict cost, count bytes, then time all implementations in turn.
 
-Rounds are interleaved, so that a drift of the machine's speed affects all alike: in each round every implementation
-and variant of one size is timed once, each round starts with the next one, and a matrix product is timed before the
-first and after each. A sample's matrix-product rate is the mean of the two around it.
+Rounds are interleaved, so that a drift of the machine's speed affects all implementations alike. Each round times every
+implementation and variant of one size once, and each round starts with the next one. A matrix product is timed before
+the first sample and after each; the mean of the two around a sample is its matrix-product rate.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ PROBE_ROWS = 1024
 Sample = TypeVar("Sample")
 
 Advance = Callable[[str, int], None]
-"""Told what is being done, and how much more of ``steps`` is done."""
+"""A callback (label, steps): the current work, and the number of ``steps`` that it completes."""
 
 STEADY = 0.1
-"""Times are steady where the middle half of an implementation's lies within this share of their median."""
+"""Times are steady if the middle half of an implementation's times spans less than this share of their median."""
 
 FITS = 0.8
-"""Largest share of the available memory that a prediction may have."""
+"""Largest share of the available memory that a workload may be predicted to need."""
 
 SecondsPerLogit = dict[tuple[str, str, int], float]
-"""Seconds per logit, b^2 of them, of the last run of each implementation, variant and width."""
+"""Seconds per logit (there are b^2) in the last run of each implementation, variant and width."""
 
 _SIDES = {"cpu": (4096, 2048, 1024, 512, 256), "cuda": (8192, 4096, 2048, 1024)}
 
 
 @dataclass(frozen=True, slots=True)
 class SweepSettings:
-    """What to measure: the options of ``contrastile bench``, with its defaults filled in.
+    """What to measure: the options of ``contrastile bench``, with their defaults.
 
-    There are ``repeat`` rounds, and up to ``most`` while the times of an implementation vary by ``STEADY`` or more.
+    There are ``repeat`` rounds, or up to ``most`` while the times of an implementation vary by ``STEADY`` or more.
     """
 
     backends: tuple[str, ...]
@@ -76,8 +76,8 @@ class Measurement:
 
     Attributes:
         reason: why it was not measured, or None.
-        seconds: one per round.
-        matmul: FLOP/s of the matrix products before and after each sample, averaged.
+        seconds: the time of each round.
+        matmul: mean FLOP/s of the matrix products before and after each sample.
         peak_bytes: peak extra memory by allocations.
     """
 
@@ -88,12 +88,12 @@ class Measurement:
 
     @property
     def spread(self) -> float:
-        """What the middle half of the times spans, over their median."""
+        """The interquartile range of the times over their median."""
         lower, middle, upper = np.quantile(self.seconds, (0.25, 0.5, 0.75)).tolist()
         return float((upper - lower) / middle)
 
     def times_of(self, other: Measurement | None) -> float | None:
-        """Median over the rounds of this time / the other's in the same round; None without a measured other."""
+        """Median over the rounds of this time / the other's time in the same round; None if the other is missing."""
         if other is None or not other.seconds:
             return None
         return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
@@ -101,7 +101,7 @@ class Measurement:
 
 @dataclass(slots=True)
 class Sweep:
-    """All results. Of one that was interrupted, unfinished rounds are left out."""
+    """All results. An interrupted sweep omits its unfinished rounds."""
 
     settings: SweepSettings
     environment: dict[str, Any]
@@ -110,11 +110,11 @@ class Sweep:
     interrupted: bool = False
 
     def record(self) -> dict[str, Any]:
-        """What ``--json`` writes."""
+        """The record that ``--json`` writes."""
         return {
             "environment": self.environment,
             "settings": asdict(self.settings),
-            # a ratio of inf, which JSON lacks, becomes null beside "agrees": false
+            # JSON has no inf: such a ratio becomes null beside "agrees": false.
             "agreements": [
                 {**asdict(x), "ratio": x.ratio if math.isfinite(x.ratio or 0.0) else None, "agrees": x.agrees}
                 for x in self.agreements
@@ -131,7 +131,7 @@ class Sweep:
             return data
         lower, middle, upper = np.quantile(row.seconds, (0.25, 0.5, 0.75)).tolist()
         plain = self.rows.get((PLAIN, workload))
-        # the same implementation, aligned and without ids, at the same size
+        # The same implementation and size, aligned and without ids.
         aligned = self.rows.get((name, replace(workload, variant="aligned")))
         memory_of_plain = plain and plain.peak_bytes
         return data | {
@@ -150,87 +150,87 @@ class Sweep:
 
 
 def run(settings: SweepSettings, advance: Advance) -> Sweep:
-    """Run the sweep, smallest sizes first. An interruption ends it early, and what was measured until then is returned.
+    """Run the sweep, smallest sizes first. An interruption ends it early; the measurements until then are returned.
 
     Raises:
         ValueError, TypeError: a name is no backend.
-        BackendUnavailableError: a backend that was named cannot be loaded.
+        BackendUnavailableError: a named backend cannot be loaded.
     """
-    implementations, absent = [_named(name) for name in settings.backends], dict[str, str]()
+    implementations, skipped = [_load(name) for name in settings.backends], dict[str, str]()
     try:
         implementations.append(plain())
     except ImportError:
-        absent[PLAIN] = "needs torch; run: pip install 'contrastile[torch]'"
-    found = Sweep(settings, measurement_environment(settings.device))
+        skipped[PLAIN] = "needs torch; run: pip install 'contrastile[torch]'"
+    sweep = Sweep(settings, measurement_environment(settings.device))
     try:
-        for made in implementations:
-            advance(f"checking {made.name} against the oracle", 0)
-            found.agreements.append(agreement := _checked(made, settings))
+        for implementation in implementations:
+            advance(f"checking {implementation.name} against the oracle", 0)
+            sweep.agreements.append(agreement := _check(implementation, settings))
             if not agreement.agrees:
                 ratio = agreement.ratio
-                bad = "" if ratio is None else f"disagrees with the oracle: {ratio:.3g} x the bound at "
-                absent[made.name] = bad + agreement.reason
-        agreeing = [made for made in implementations if made.name not in absent]
+                prefix = "" if ratio is None else f"disagrees with the oracle: {ratio:.3g} x the bound at "
+                skipped[implementation.name] = prefix + agreement.reason
+        agreeing = [implementation for implementation in implementations if implementation.name not in skipped]
         seconds_per_logit: SecondsPerLogit = {}
         for width in settings.widths:
             for batch in sorted(settings.batches):
                 workloads = [Workload(variant, batch, width) for variant in settings.variants]
-                found.rows |= {(name, each): Measurement(why) for each in workloads for name, why in absent.items()}
-                advance("skipped", sum(w.flops for w in workloads) * len(absent) * (settings.repeat + 1))
-                _measure(workloads, agreeing, seconds_per_logit, found, advance)
+                sweep.rows |= {(name, w): Measurement(reason) for w in workloads for name, reason in skipped.items()}
+                advance("skipped", sum(w.flops for w in workloads) * len(skipped) * (settings.repeat + 1))
+                _measure(workloads, agreeing, seconds_per_logit, sweep, advance)
     except KeyboardInterrupt:
-        found.interrupted = True
-        for row in found.rows.values():
+        sweep.interrupted = True
+        for row in sweep.rows.values():
             row.reason = row.reason or (None if row.seconds else "interrupted")
-    return found
+    return sweep
 
 
 def steps(settings: SweepSettings) -> int:
-    """All steps; a step is weighted by its FLOPs, so that the time that is left can be told from what is done."""
+    """The total of all steps, each weighted by its FLOPs, so that the remaining time follows from the work done."""
     sizes = [(batch, width) for batch in settings.batches for width in settings.widths]
     flops = sum(Workload(variant, *size).flops for size in sizes for variant in settings.variants)
     return flops * (len(settings.backends) + 1) * (settings.repeat + 1)
 
 
-def _named(name: str) -> Implementation:
+def _load(name: str) -> Implementation:
     try:
         return ours(name)
     except (Exception, SystemExit) as error:
-        # importing a third-party backend may raise anything
+        # Importing a third-party backend may raise any exception.
         if str(error).startswith("backend "):
             raise
         raise BackendUnavailableError(f"backend {name!r} raised {one_line(error)}") from error
 
 
-def _checked(made: Implementation, settings: SweepSettings) -> Agreement:
+def _check(implementation: Implementation, settings: SweepSettings) -> Agreement:
     try:
-        return check(made, settings.dtype, settings.device, settings.scale)
-    except (Exception, SystemExit) as error:  # a third-party backend may raise anything
-        return Agreement(made.name, None, CHECK_ROWS, f"raised {one_line(error)}")
+        return check(implementation, settings.dtype, settings.device, settings.scale)
+    except (Exception, SystemExit) as error:  # a third-party backend may raise any exception
+        return Agreement(implementation.name, None, CHECK_ROWS, f"raised {one_line(error)}")
 
 
 def _measure(
     workloads: list[Workload],
     implementations: list[Implementation],
     seconds_per_logit: SecondsPerLogit,
-    found: Sweep,
+    sweep: Sweep,
     advance: Advance,
 ) -> None:
-    """Memory, then, after one warm-up each unless there is only one round, the rounds of all that fits."""
-    settings, device, steps = found.settings, found.settings.device, dict[str, Callable[[], Any]]()
+    """Measure memory, warm up each implementation unless there is one round, and time the rounds of all that fit."""
+    settings, device, steps = sweep.settings, sweep.settings.device, dict[str, Callable[[], Any]]()
     rows, sizes = dict[str, Measurement](), dict[str, Workload]()
     for workload in workloads:
-        for made in implementations:
-            row = found.rows[made.name, workload] = Measurement()
-            label = f"{made.name} {workload.variant} b={workload.shape[0]} d={workload.shape[1]}"
+        for implementation in implementations:
+            row = sweep.rows[implementation.name, workload] = Measurement()
+            label = f"{implementation.name} {workload.variant} b={workload.shape[0]} d={workload.shape[1]}"
             advance(f"{label}: memory", workload.flops)
             try:
-                row.reason = _does_not_fit(made, workload, settings, seconds_per_logit)
+                row.reason = _skip_reason(implementation, workload, settings, seconds_per_logit)
                 if row.reason is None:
-                    step = made.step(workload, settings.dtype, device, settings.scale)
-                    row.peak_bytes = peak_extra(step, made.library, device) if settings.memory else None
+                    step = implementation.step(workload, settings.dtype, device, settings.scale)
+                    row.peak_bytes = peak_extra(step, implementation.library, device) if settings.memory else None
                     rows[label], sizes[label], steps[label] = row, workload, step
-            except Exception as error:  # memory may run out, and a third-party backend may raise anything
+            except Exception as error:  # memory may run out, and a third-party backend may raise any exception
                 row.reason = f"raised {one_line(error)}"
             if row.reason is not None:
                 advance(f"{label}: skipped, {row.reason}", workload.flops * settings.repeat)
@@ -244,17 +244,17 @@ def _measure(
             advance(f"{label}: warm-up", 0)
             seconds(step, device)
 
-    def timed(label: str) -> float:
+    def take_sample(label: str) -> float:
         number = len(rows[label].seconds) + 1
         advance(f"{label}: round {number}", sizes[label].flops if number <= settings.repeat else 0)
         return seconds(steps[label], device)
 
-    calls = {label: partial(timed, label) for label in steps}
-    # complete rounds only: ratios compare samples of the same round
+    calls = {label: partial(take_sample, label) for label in steps}
+    # Keep complete rounds only, because ratios compare samples of the same round.
     rounds = max(settings.repeat, settings.most)
     for done, samples in enumerate(in_turns(calls, lambda: 2 * side**3 / seconds(product, device), rounds), 1):
-        for label, taken, rate in samples:
-            rows[label].seconds.append(taken)
+        for label, duration, rate in samples:
+            rows[label].seconds.append(duration)
             rows[label].matmul.append(rate)
         if done >= settings.repeat and all(rows[label].spread < STEADY for label in steps):
             break
@@ -263,20 +263,20 @@ def _measure(
         seconds_per_logit[key] = statistics.median(rows[label].seconds) / size.batch**2
 
 
-def _does_not_fit(
-    made: Implementation, workload: Workload, settings: SweepSettings, seconds_per_logit: SecondsPerLogit
+def _skip_reason(
+    implementation: Implementation, workload: Workload, settings: SweepSettings, seconds_per_logit: SecondsPerLogit
 ) -> str | None:
-    """Why a workload is not tried: predicted memory or time. Time grows with the square of the batch."""
-    needs = made.predicted_bytes(workload, ITEMSIZE[settings.dtype])
-    has = available_bytes(settings.device)
-    if has is not None and needs > FITS * has:
-        return f"needs about {needs / 2**30:.1f} GiB, {has / 2**30:.1f} GiB are available"
-    key = made.name, workload.variant, workload.width
+    """Why a workload is skipped: predicted memory or time. Time grows with the square of the batch."""
+    needed = implementation.predicted_bytes(workload, ITEMSIZE[settings.dtype])
+    free = available_bytes(settings.device)
+    if free is not None and needed > FITS * free:
+        return f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are available"
+    key = implementation.name, workload.variant, workload.width
     if key not in seconds_per_logit:
-        small = replace(workload, batch=min(workload.batch, PROBE_ROWS))
-        step = made.step(small, settings.dtype, settings.device, settings.scale)
+        probe = replace(workload, batch=min(workload.batch, PROBE_ROWS))
+        step = implementation.step(probe, settings.dtype, settings.device, settings.scale)
         seconds(step, settings.device)
-        seconds_per_logit[key] = seconds(step, settings.device) / small.batch**2
+        seconds_per_logit[key] = seconds(step, settings.device) / probe.batch**2
     runs = settings.repeat + (settings.repeat > 1) + settings.memory
     predicted = seconds_per_logit[key] * workload.batch**2 * runs
     if predicted > settings.budget:
@@ -288,11 +288,11 @@ def _does_not_fit(
 
 
 def peak_extra(call: Callable[[], Any], library: str, device: str) -> int:
-    """Peak extra bytes of one call: the most that was live at once, less what was live before; results included.
+    """Peak extra bytes of one call: the most bytes live at once, results included, less those live before the call.
 
-    By the meters of ``verify.peak``: of torch on a CPU to the byte, inside C++ too; else the high-water mark of the
-    bytes requested from an allocator, of NumPy by ``tracemalloc``. What BLAS or oneDNN takes for itself counts nowhere.
-    Small losses are launched for it: what a replayed CUDA graph uses was allocated when it was captured.
+    ``verify.peak`` meters them: torch on a CPU to the byte, inside C++ too; other arrays by the high-water mark of the
+    bytes requested from an allocator, NumPy's by ``tracemalloc``. Memory that BLAS or oneDNN allocates does not count.
+    CUDA graphs are off, because a replayed graph allocates nothing: its memory dates from the capture.
     """
     gc.collect()
     with mock.patch.dict(os.environ, {GRAPHS: "0"}):
@@ -302,9 +302,9 @@ def peak_extra(call: Callable[[], Any], library: str, device: str) -> int:
 def in_turns(
     calls: Mapping[str, Callable[[], Sample]], yardstick: Callable[[], float], rounds: int
 ) -> Iterator[list[tuple[str, Sample, float]]]:
-    """The samples of each round by name, each with the mean of the yardstick before and after it.
+    """Yield the samples of each round: name, sample, and the mean of the yardstick before and after it.
 
-    Every round starts with the next call, so that a drift of the machine's speed affects all alike.
+    Every round starts with the next call, so that a drift of the machine's speed affects all calls alike.
     """
     names = list(calls)
     before = yardstick()
@@ -319,20 +319,20 @@ def in_turns(
 
 
 def seconds(call: Callable[[], Any], device: str, count: int = 1) -> float:
-    """Wall-clock seconds of so many calls, on a GPU until they are done; the last results are freed afterwards."""
+    """Wall-clock seconds of ``count`` calls, on a GPU until they are done. The last result is freed afterwards."""
     wait: Callable[[], Any] = (lambda: None) if device == "cpu" else sys.modules["torch"].cuda.synchronize
     wait()
-    kept, start = None, time.perf_counter()
+    result, start = None, time.perf_counter()
     for _ in range(count):
-        kept = call()
+        result = call()
     wait()
-    taken = time.perf_counter() - start
-    del kept
-    return taken
+    duration = time.perf_counter() - start
+    del result
+    return duration
 
 
 def matmul_side(flops: int, device: str) -> int:
-    """Side of the square product timed beside a sample: the largest that costs at most half of the sample."""
+    """Side of the square matrix product timed beside a sample: the largest that costs at most half of the sample."""
     sides = _SIDES[device]
     return next((side for side in sides if 4 * side**3 <= flops), sides[-1])
 
@@ -347,6 +347,6 @@ def matmul(side: int, dtype: str, device: str) -> Callable[[], Any]:
         left, right = (x.astype(np.dtype(dtype)) for x in (a, b))
         result = np.empty_like(left)
         return lambda: np.matmul(left, right, out=result)
-    x, y = (torch.from_numpy(each).to(device, getattr(torch, dtype)) for each in (a, b))
+    x, y = (torch.from_numpy(array).to(device, getattr(torch, dtype)) for array in (a, b))
     out = torch.empty_like(x)
     return lambda: torch.mm(x, y, out=out)

@@ -1,4 +1,4 @@
-"""``contrastile mutate``: options, what they select, the report, and the exit code."""
+"""``contrastile mutate``: the options, the mutants that they select, the report, and the exit code."""
 
 from __future__ import annotations
 
@@ -49,15 +49,14 @@ def main(args: argparse.Namespace) -> int:
     """Run ``contrastile mutate``.
 
     Returns:
-        0 when every mutant that ran was caught, except equivalent ones; 1 when one was missed or does not fit the code
-        it is planted in.
+        0 if every mutant that ran was caught, except equivalent ones; 1 if one was missed or does not fit the code.
 
     Raises:
         CannotRunError: nothing could be run, or it was interrupted.
     """
     within("deadline", args.deadline, 1)
     within("jobs", args.jobs, 1, 4 * (os.cpu_count() or 1))
-    mutants = _selected(args, list(every()))
+    mutants = _select(args, list(every()))
     if args.list:
         for mutant in mutants:
             print(f"{mutant.name:55} {mutant.about}{'' if mutant.equivalent is None else ' (equivalent)'}")
@@ -84,24 +83,24 @@ def main(args: argparse.Namespace) -> int:
     return PASS if verdict(run.results) == "pass" else FAIL
 
 
-def _selected(args: argparse.Namespace, mutants: Sequence[Mutant]) -> list[Mutant]:
+def _select(args: argparse.Namespace, mutants: Sequence[Mutant]) -> list[Mutant]:
     components, names = args.component or COMPONENTS, args.mutant or [mutant.name for mutant in mutants]
-    for what, given, known in (
+    for kind, chosen, known in (
         ("component", components, COMPONENTS),
         ("mutant", names, [mutant.name for mutant in mutants]),
     ):
-        for name in given:
+        for name in chosen:
             if name not in known:
-                raise CannotRunError(f"{what} must be one that contrastile mutate --list names, got {name!r}")
+                raise CannotRunError(f"{kind} must be one that contrastile mutate --list names, got {name!r}")
     return [mutant for mutant in mutants if mutant.component in components and mutant.name in names]
 
 
 def verdict(results: Sequence[Result], *, complete: bool = True) -> str:
-    """The word for a run: it passes if at least one mutant was caught, and no other that ran is missed or broken."""
+    """The verdict on a run: it passes if at least one mutant was caught, and none was missed or broken."""
     count = Counter(result.status for result in results)
     if not count["caught"] or count["missed"] or count["broken"]:
         return "fail"
-    # it has not caught the others
+    # An interrupted run has not caught the remaining mutants.
     return "pass" if complete else "interrupted"
 
 
@@ -126,10 +125,10 @@ def summary(results: Sequence[Result], *, complete: bool = True) -> str:
 def show(results: Sequence[Result], *, quiet: bool, complete: bool = True) -> None:
     """Print the table of the components, every mutant that was missed or does not fit, and the verdict."""
     if not quiet:
-        _table(results)
+        _show_components(results)
     reasons = Counter((result.backend, result.reason) for result in results if result.status == "not run")
-    for (backend, reason), number in reasons.items():
-        print(f"not run: {number} of {backend}: {reason}")
+    for (backend, reason), count in reasons.items():
+        print(f"not run: {count} of {backend}: {reason}")
     for result in results:
         if result.status in ("missed", "broken"):
             print(f"{result.status.upper()} {result.name} ({result.backend})")
@@ -137,14 +136,14 @@ def show(results: Sequence[Result], *, quiet: bool, complete: bool = True) -> No
     print(summary(results, complete=complete), flush=True)
 
 
-def _table(results: Sequence[Result]) -> None:
+def _show_components(results: Sequence[Result]) -> None:
     rows = []
     for component in COMPONENTS:
-        here = [result for result in results if result.name.partition(":")[0] == component]
-        if not here:
+        selected = [result for result in results if result.name.partition(":")[0] == component]
+        if not selected:
             continue
-        count = Counter(result.status for result in here)
-        caught = [result for result in here if result.status == "caught"]
+        count = Counter(result.status for result in selected)
+        caught = [result for result in selected if result.status == "caught"]
         problems = max((result.problems for result in caught), default=0)
         seconds = max((result.seconds for result in caught), default=0.0)
         rows.append([component, *(str(count[status]) for status in STATUSES), str(problems), f"{seconds:.1f}"])

@@ -1,4 +1,4 @@
-"""All mutants: patches of the package's source, which ``patches/COMPONENT.txt`` lists.
+"""All mutants. Each is a patch of the package's source, listed in ``patches/COMPONENT.txt``.
 
 A patch is written like this, below the ``==`` line that names its file in the package::
 
@@ -12,9 +12,9 @@ A patch is written like this, below the ``==`` line that names its file in the p
     device: cuda
     package: sentence_transformers
 
-The text after ``-`` occurs exactly once in the file; it may begin and end anywhere in a line. The text after ``+``
-replaces it. The last four lines are optional; ``checks`` below the ``==`` line are those of every patch of the file
-that has none of its own.
+The text after ``-`` must occur exactly once in the file; it may begin and end anywhere in a line. The text after ``+``
+replaces it. The last four lines are optional. ``checks`` below the ``==`` line are the default of all patches of the
+file.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ PATCHES = Path(__file__).parent / "patches"
 FACE = "front-door", "training", "integrations"
 EXCHANGE = "exchange"
 COMPONENTS = (*FACE, "schedule", EXCHANGE, "numpy", "torch", "triton", "cupy")
-"""The code that has the defect: what people call, the schedule of one process or of several ranks, or one backend."""
+"""The code that has the defect: the public functions, the schedule of one process or of several ranks, or a backend."""
 
-_BELOW = {"schedule": "numpy", EXCHANGE: "numpy", **dict.fromkeys(FACE, "torch")}
-"""The backend with which verify runs a component that is no backend."""
+_BACKENDS = {"schedule": "numpy", EXCHANGE: "numpy", **dict.fromkeys(FACE, "torch")}
+"""The backend with which verify runs a component that is not a backend."""
 
 
 class PatchError(CannotRunError):
@@ -44,14 +44,14 @@ class PatchError(CannotRunError):
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A known defect, as the text above has it; its name is "COMPONENT:DEFECT".
+    """A known defect, from a patch in the format above; its name is "COMPONENT:DEFECT".
 
     Attributes:
         checks: arguments of ``contrastile verify`` that select the checks; none for all. Under Triton's interpreter,
             which takes a second for a small problem, ``run.INTERPRETED`` has the defaults.
         equivalent: why no check can catch it, if none can.
         device: the only kind of device on which it changes anything; "" for any.
-        package: what the changed file imports besides the backends' packages; "" for nothing.
+        package: the package that the changed file imports besides those of the backends; "" for none.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Mutant:
 
     @property
     def backend(self) -> str:
-        return _BELOW.get(self.component, self.component)
+        return _BACKENDS.get(self.component, self.component)
 
     def applied(self, package: Path = PACKAGE) -> str:
         """The file's text with the change.
@@ -108,25 +108,25 @@ def read(component: str, text: str) -> Iterator[Mutant]:
     Raises:
         PatchError: it is malformed.
     """
-    file = of_file = ""
-    for entry in filter(None, (each.strip("\n") for each in text.split("\n\n"))):
+    file = default_checks = ""
+    for entry in filter(None, (paragraph.strip("\n") for paragraph in text.split("\n\n"))):
         if entry.startswith("== "):
-            file, _, of_file = entry.removeprefix("== ").partition("\nchecks: ")
+            file, _, default_checks = entry.removeprefix("== ").partition("\nchecks: ")
             continue
         first, *lines = entry.splitlines()
         name, colon, about = first.partition(": ")
-        parts: dict[str, list[str]] = {"-": [], "+": []}
-        facts: dict[str, str] = {}
+        changes: dict[str, list[str]] = {"-": [], "+": []}
+        fields: dict[str, str] = {}
         for line in lines:
-            if line[:1] in parts:
-                parts[line[0]].append(line[2:])
+            if line[:1] in changes:
+                changes[line[0]].append(line[2:])
                 continue
             key, _, value = line.partition(": ")
-            facts[key] = value
+            fields[key] = value
         if not (
-            file and colon and all(parts.values()) and facts.keys() <= {"checks", "equivalent", "device", "package"}
+            file and colon and all(changes.values()) and fields.keys() <= {"checks", "equivalent", "device", "package"}
         ):
             raise PatchError(f"a patch must be written as in contrastile/mutate/registry.py, got {entry!r}")
-        before, after = ("\n".join(part) for part in parts.values())
-        checks = tuple(shlex.split(facts.pop("checks", of_file)))
-        yield Mutant(f"{component}:{name}", about, file, before, after, checks, **facts)
+        before, after = ("\n".join(change) for change in changes.values())
+        checks = tuple(shlex.split(fields.pop("checks", default_checks)))
+        yield Mutant(f"{component}:{name}", about, file, before, after, checks, **fields)

@@ -1,4 +1,4 @@
-"""Runs each mutant in a process of its own; a patch is applied to a copy of the package."""
+"""Runs each mutant in a process of its own, from a copy of the package with the patch applied."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from contrastile.reporting import ProgressCallback
 Status = Literal["caught", "missed", "equivalent", "broken", "not run"]
 
 WORLD = 3
-"""Ranks of the exchange's mutants: from three on, the two directions of a ring differ."""
+"""The number of ranks for mutants of the exchange. The two directions of a ring differ from three ranks on."""
 
 INTERPRETED = {
     "--case": ["ragged", "square-ragged", "hot", "labels", "ids-drop", "signed-zero-weights", "sigmoid-ids"],
@@ -36,7 +36,7 @@ INTERPRETED = {
 }
 """The checks of a mutant of the Triton kernels under the interpreter."""
 
-# a patch that no longer fits the code around it fails by itself
+# Such an error shows that the patch no longer fits the code around it, so the mutant is broken, not caught.
 _MISFIT = re.compile(r"raised (Name|Attribute|Type|Import|ModuleNotFound|Syntax|Indentation|Compilation)Error")
 
 
@@ -61,68 +61,68 @@ class Result:
 
 
 def missing(mutant: Mutant, device: str) -> str | None:
-    """Why a mutant cannot run where the kind of device is ``device``, or None."""
+    """Why a mutant cannot run on this kind of device, or None."""
     reason = backends.available()[mutant.backend]
     if reason is not None:
         return reason
     if mutant.package and find_spec(mutant.package) is None:
         return f"needs {mutant.package}"
-    needed = mutant.device or ("cuda" if mutant.component == "cupy" else device)
-    return None if needed == device else f"needs a GPU: --device {needed}"
+    required = mutant.device or ("cuda" if mutant.component == "cupy" else device)
+    return None if required == device else f"needs a GPU: --device {required}"
 
 
 def place(mutant: Mutant, device: str) -> str:
-    """The kind of device on which a mutant runs: above the backends, the CPU."""
+    """The kind of device on which a mutant runs. A mutant of code above the backends runs on the CPU."""
     return device if mutant.component in ("torch", "triton", "cupy") else "cpu"
 
 
 def arguments(mutant: Mutant, device: str) -> list[list[str]]:
-    """The arguments of ``contrastile verify`` for a mutant: its checks, else all, except under the interpreter.
+    """The arguments of each run of ``contrastile verify`` for a mutant: its own checks or all; fewer if interpreted.
 
-    On a GPU its own checks, or a few, come first: what all of them need is compiled for each mutant anew.
+    On a GPU a first run has its own checks, or a few, because all checks compile many kernels for each mutant.
     """
-    words = [*world(mutant), "--device", place(mutant, device)]
+    options = [*world(mutant), "--device", place(mutant, device)]
     if place(mutant, device) == "cuda":
-        return [[*words, *(mutant.checks or ["--quick"])], words]
-    words += mutant.checks
-    words += ["--dtype", "float32"] if mutant.component in FACE and "--dtype" not in mutant.checks else []
+        return [[*options, *(mutant.checks or ["--quick"])], options]
+    options += mutant.checks
+    options += ["--dtype", "float32"] if mutant.component in FACE and "--dtype" not in mutant.checks else []
     for option, values in INTERPRETED.items() if mutant.backend == "triton" else ():
-        words += [] if option in words else [option, *values]
-    return [words]
+        options += [] if option in options else [option, *values]
+    return [options]
 
 
 def world(mutant: Mutant) -> list[str]:
     """The option that gives a mutant its ranks."""
     if "--world" in mutant.checks:
-        at = mutant.checks.index("--world")
-        return [*mutant.checks[at : at + 2]]
+        index = mutant.checks.index("--world")
+        return [*mutant.checks[index : index + 2]]
     return ["--world", str(WORLD)] if mutant.component == EXCHANGE else []
 
 
 @dataclass(slots=True)
 class MutationRun:
-    """Mutants, and their results as they run; a run of verify may take ``deadline`` seconds."""
+    """A run of mutants, with their results so far. Each run of verify may take ``deadline`` seconds."""
 
     mutants: Sequence[Mutant]
     device: str = "cpu"
     deadline: float = 600.0
     jobs: int = 1
-    progress: ProgressCallback = lambda done, total, what: None
+    progress: ProgressCallback = lambda done, total, label: None
     results: list[Result] = field(default_factory=list)
     _controls: dict[tuple[str, ...], Done] = field(default_factory=dict)
     _running: set[subprocess.Popen[str]] = field(default_factory=set)
     _stopped: bool = False
 
     def all(self) -> list[Result]:
-        """Run every mutant, and the check that caught it on the correct code.
+        """Run every mutant, and rerun the check that caught it on the correct code.
 
-        If it is interrupted, all processes are killed, and ``results`` has those before the first that was not done.
+        An interruption kills all processes. ``results`` then ends before the first unfinished mutant.
         """
         with ThreadPoolExecutor(self.jobs) as pool:
             try:
-                for found in pool.map(self._one, self.mutants):
-                    self.results.append(found)
-                    self.progress(len(self.results), len(self.mutants), found.name)
+                for result in pool.map(self._run_mutant, self.mutants):
+                    self.results.append(result)
+                    self.progress(len(self.results), len(self.mutants), result.name)
             finally:
                 self._stopped = True
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -130,48 +130,48 @@ class MutationRun:
                     _kill(process)
         return self.results
 
-    def _one(self, mutant: Mutant) -> Result:
+    def _run_mutant(self, mutant: Mutant) -> Result:
         reason = missing(mutant, self.device)
         if reason is not None:
             return _result(mutant, "not run", reason=reason)
         start = time.monotonic()
-        found = self._verified(mutant)
-        found.seconds = round(time.monotonic() - start, 2)
-        # a run that computed nothing is no evidence
-        if mutant.equivalent is not None and found.status == "missed" and found.problems:
-            return replace(found, status="equivalent", reason=mutant.equivalent)
-        if mutant.equivalent is not None and found.status == "caught":
-            return replace(found, status="broken", reason=f"declared equivalent, but caught: {found.reason}")
-        # a failure of the whole backend, or of the verdict, has no case to rerun
-        if found.status == "caught" and found.case not in ("", "all"):
-            reason = self._control(mutant, found)
+        result = self._verify_mutant(mutant)
+        result.seconds = round(time.monotonic() - start, 2)
+        # A run that computed no problem proves nothing.
+        if mutant.equivalent is not None and result.status == "missed" and result.problems:
+            return replace(result, status="equivalent", reason=mutant.equivalent)
+        if mutant.equivalent is not None and result.status == "caught":
+            return replace(result, status="broken", reason=f"declared equivalent, but caught: {result.reason}")
+        # A failure of the whole backend, or of the verdict, has no case to rerun.
+        if result.status == "caught" and result.case not in ("", "all"):
+            reason = self._control_failure(mutant, result)
             if reason is not None:
-                return replace(found, status="broken", reason=f"the correct code fails there, too: {reason}")
-        return found
+                return replace(result, status="broken", reason=f"the correct code fails there, too: {reason}")
+        return result
 
-    def _verified(self, mutant: Mutant) -> Result:
+    def _verify_mutant(self, mutant: Mutant) -> Result:
         with TemporaryDirectory() as folder:
             try:
                 plant(mutant, Path(folder))
             except PatchError as error:
                 return _result(mutant, "broken", reason=str(error))
-            *first, everything = arguments(mutant, self.device)
-            for words in first:
-                found = verdict(mutant, self._verify(mutant, Path(folder), ["--fail-fast", *words]))
-                if found.status == "caught":
-                    return found
-            return verdict(mutant, self._verify(mutant, Path(folder), ["--fail-fast", *everything]))
+            *first_runs, last_run = arguments(mutant, self.device)
+            for options in first_runs:
+                result = verdict(mutant, self._verify(mutant, Path(folder), ["--fail-fast", *options]))
+                if result.status == "caught":
+                    return result
+            return verdict(mutant, self._verify(mutant, Path(folder), ["--fail-fast", *last_run]))
 
-    def _verify(self, mutant: Mutant, folder: Path, words: Sequence[str]) -> Done:
+    def _verify(self, mutant: Mutant, folder: Path, options: Sequence[str]) -> Done:
         """Run ``contrastile verify`` on the package in a folder, or on this one if the folder has none."""
-        out = folder / "verify.json"
-        command = [sys.executable, "-m", "contrastile", "verify", "--backend", mutant.backend, *words]
-        command += ["--json", str(out), "--quiet", "--jobs", "1"]
+        json_path = folder / "verify.json"
+        command = [sys.executable, "-m", "contrastile", "verify", "--backend", mutant.backend, *options]
+        command += ["--json", str(json_path), "--quiet", "--jobs", "1"]
         path = os.pathsep.join([str(folder), str(PACKAGE.parent), *filter(None, sys.path)])
         environment = dict(os.environ, PYTHONPATH=path)
         if mutant.backend == "triton":
             environment["TRITON_INTERPRET"] = "0" if place(mutant, self.device) == "cuda" else "1"
-        # a session of its own, so that it can be killed with every process that it starts
+        # Start a new session, so that the process can be killed together with all its children.
         process = subprocess.Popen(
             command,
             cwd=folder,
@@ -193,28 +193,28 @@ class MutationRun:
             return Done(None, [], f"verify had no verdict after {self.deadline:g} s")
         finally:
             self._running.discard(process)
-        rows = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
+        rows = json.loads(json_path.read_text(encoding="utf-8"))["rows"] if json_path.exists() else []
         lines = (errors.strip() or output.strip()).splitlines()
         return Done(process.returncode, rows, lines[-1] if lines else "it printed nothing")
 
-    def _control(self, mutant: Mutant, caught: Result) -> str | None:
+    def _control_failure(self, mutant: Mutant, caught: Result) -> str | None:
         """Why the correct code fails the check that caught a mutant, or None."""
         dtype, _, precision = caught.dtype.partition("/")
-        words = [*world(mutant), "--device", place(mutant, self.device), "--dtype", dtype]
-        words += ["--case", caught.case, "--property", caught.property]
-        words += ["--precision", precision or "ieee"] if dtype == "float32" else []
-        done = self._controls.get((mutant.backend, *words))
+        options = [*world(mutant), "--device", place(mutant, self.device), "--dtype", dtype]
+        options += ["--case", caught.case, "--property", caught.property]
+        options += ["--precision", precision or "ieee"] if dtype == "float32" else []
+        done = self._controls.get((mutant.backend, *options))
         if done is None:
             with TemporaryDirectory() as folder:
-                done = self._controls[mutant.backend, *words] = self._verify(mutant, Path(folder), words)
-        failed = (str(row["reason"]) for row in done.rows if row["status"] == "fail")
-        # a run that did not finish clears no check
-        return next(failed, None if done.code == 0 else done.last_line)
+                done = self._controls[mutant.backend, *options] = self._verify(mutant, Path(folder), options)
+        reasons = (str(row["reason"]) for row in done.rows if row["status"] == "fail")
+        # A run that did not finish does not prove that the correct code passes.
+        return next(reasons, None if done.code == 0 else done.last_line)
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A run of verify: its exit code, None if it ran past the deadline; its rows; the last line that it printed."""
+    """A finished run of verify: its exit code, None past the deadline; its rows; and its last line of output."""
 
     code: int | None
     rows: list[dict[str, Any]]
@@ -225,25 +225,25 @@ def plant(mutant: Mutant, folder: Path, package: Path = PACKAGE) -> None:
     """Copy the package into a folder and apply a mutant's patch to the copy.
 
     Raises:
-        PatchError: it does not fit.
+        PatchError: the patch does not fit.
     """
     text = mutant.applied(package)
     copy = Path(shutil.copytree(package, folder / package.name))
-    changed = copy / mutant.file
-    changed.write_text(text, encoding="utf-8")
-    # bytecode of an old source with the same size and time stamp would be used for the new one
-    for compiled in (changed.parent / "__pycache__").glob(f"{changed.stem}.*"):
+    file = copy / mutant.file
+    file.write_text(text, encoding="utf-8")
+    # Delete bytecode: Python would reuse it if the new source had the same size and time stamp.
+    for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
         compiled.unlink()
 
 
 def verdict(mutant: Mutant, done: Done) -> Result:
     """The result of a mutant: caught by a row that failed, or by verify's verdict on all rows."""
     problems = len({(row["dtype"], row["case"]) for row in done.rows if row["status"] in ("pass", "fail")})
-    first = next((row for row in done.rows if row["status"] == "fail"), None)
-    if first is not None:
-        status: Status = "broken" if _MISFIT.search(first["reason"]) else "caught"
-        where = {key: first[key] for key in ("case", "property", "dtype", "reason")}
-        return _result(mutant, status, **where, problems=problems)
+    failure = next((row for row in done.rows if row["status"] == "fail"), None)
+    if failure is not None:
+        status: Status = "broken" if _MISFIT.search(failure["reason"]) else "caught"
+        details = {key: failure[key] for key in ("case", "property", "dtype", "reason")}
+        return _result(mutant, status, **details, problems=problems)
     if done.rows and done.code and problems:
         return _result(mutant, "caught", reason=done.last_line, problems=problems)
     if done.code is None:
