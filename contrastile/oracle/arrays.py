@@ -13,9 +13,9 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 
 def float64(values: npt.ArrayLike) -> FloatArray:
-    """Values as a float64 array: every input is widened before the first operation; what is wider stays as it is.
+    """Values as a float64 array: every input is widened before the first operation. A wider dtype is kept.
 
-    values: any shape and any real dtype. Returns the same shape; the array itself where it is float64 already.
+    values: any shape and any real dtype. Returns the same shape; the array itself if it is float64 already.
     """
-    found = np.asarray(values)
-    return found.astype(np.result_type(found, np.float64), copy=False)
+    array = np.asarray(values)
+    return array.astype(np.result_type(array, np.float64), copy=False)

@@ -6,11 +6,11 @@
 
 The targets stay out of the sum over the other pairs: y_ij is t_i at the positives of row i, and 0 elsewhere. With N the
 log-sum-exp of the negatives, P that of the positives, and the excess e = L - P = log1p(exp(N - P)), a row that is
-certain of its positive has a loss of e and a gradient of expm1(-e) = -sigma(N - P) there: float64 holds both to full
-relative accuracy, however small, whereas L - x and exp(x - L) - 1 cancel.
+certain of its positive has a loss of e and a gradient of expm1(-e) = -sigma(N - P) at the positive. Float64 holds both
+to full relative accuracy, however small they are, whereas L - x and exp(x - L) - 1 cancel.
 
-A weight of exactly 0 removes its term, whatever the term's value: a row that admits nothing has L_i = -inf,
-and 0 * -inf would otherwise turn the whole loss into NaN.
+A weight of exactly 0 removes its term, whatever the term's value. A row that admits no pair has L_i = -inf, and
+0 * -inf would otherwise turn the whole loss into NaN.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def logits(q: npt.ArrayLike, k: npt.ArrayLike, scale: npt.ArrayLike, bias: float
 
     q: (m, d); k: (n, d); scale: a number, or (m,) with one scale per row. Returns (m, n).
     """
-    return _down_the_rows(scale) * (float64(q) @ float64(k).T) + bias
+    return _as_column(scale) * (float64(q) @ float64(k).T) + bias
 
 
 def row_lse(x: FloatArray, A: BoolArray) -> FloatArray:
@@ -74,12 +74,12 @@ def _quantity(formula: Callable[[Any], FloatArray]) -> cached_property[FloatArra
 
 @dataclass(frozen=True)
 class Direction:
-    """One direction of the loss, seen from its own side: rows to columns, or of the transposes columns to rows.
+    """One direction of the loss: rows to columns or, of the transposed arrays, columns to rows.
 
     x: (m, n) logits; admitted, positive: (m, n) bool; weight: (m,) u or v; target: (m,) t.
     inside: whether the sum over the positives is inside of the logarithm: the term is then L - P - log t.
-    smoothing: e, the share of the weight that goes from the positives to all columns, of which all are admitted.
-    bars: (3, m) derivatives by N, P and D of a loss that is known by these alone; None where the weights say it.
+    smoothing: e, the share of the weight that moves from the positives to all columns, which must all be admitted.
+    bars: (3, m) derivatives of the loss by N, P and D, from which the gradient follows; None if the weights define it.
     """
 
     x: FloatArray
@@ -123,7 +123,7 @@ class Direction:
 
     @property
     def smoothed(self) -> FloatArray:
-        """E w, (m,)."""
+        """The weight that smoothing moves, e w, (m,)."""
         return self.smoothing * self.weight
 
     @_quantity
@@ -152,19 +152,19 @@ class Direction:
 
     @np.errstate(all="ignore")
     def gradient(self, upstream: float | FloatArray = 1.0) -> FloatArray:
-        """The direction's part of G, (m, n): w p of a negative, and w ((q - y) - q sigma(N - P)) of a positive.
+        """The direction's part of G, (m, n): w p at a negative, and w ((q - y) - q sigma(N - P)) at a positive.
 
-        It cancels nowhere, and is 0 where w is 0. With bars it is Nbar exp(x - N), and Pbar q + Dbar (q - y).
+        No term cancels, and G is 0 where w is 0. With bars it is Nbar exp(x - N) and Pbar q + Dbar (q - y).
         """
         if self.bars is not None:
-            by_n, by_p, by_d = self.bars[:, :, None]
-            negative = np.where(by_n == 0, 0.0, by_n * np.exp(self.x - self.negative_lse[:, None]))
-            at_positive = by_p * self.q + by_d * (self.q - self.y)
-            return np.where(self.positive, at_positive, np.where(self.admitted, negative, 0.0))
-        beside = 0.0 if self.inside else self.q - self.y
-        G = np.where(self.positive, beside - self.q * self.negative_mass[:, None], self.p)
-        w, moved = ((upstream * each)[:, None] for each in (self.weight, self.smoothed))
-        return np.where(self.admitted & (w != 0), w * G + moved * (self.y - 1 / max(G.shape[1], 1)), 0.0)
+            d_N, d_P, d_D = self.bars[:, :, None]
+            negative = np.where(d_N == 0, 0.0, d_N * np.exp(self.x - self.negative_lse[:, None]))
+            positive = d_P * self.q + d_D * (self.q - self.y)
+            return np.where(self.positive, positive, np.where(self.admitted, negative, 0.0))
+        target_term = 0.0 if self.inside else self.q - self.y
+        G = np.where(self.positive, target_term - self.q * self.negative_mass[:, None], self.p)
+        w, smoothed = ((upstream * x)[:, None] for x in (self.weight, self.smoothed))
+        return np.where(self.admitted & (w != 0), w * G + smoothed * (self.y - 1 / max(G.shape[1], 1)), 0.0)
 
 
 @np.errstate(all="ignore")
@@ -174,7 +174,7 @@ def loss(sides: Sequence[Direction]) -> float:
 
 
 def gradient_of_logits(sides: Sequence[Direction], upstream: float | FloatArray = 1.0) -> FloatArray:
-    """G (m, n), times a gradient from above: the rows' part and, if there is one, the columns'."""
+    """G (m, n) times an upstream gradient: the rows' part plus, if there is one, the columns' part."""
     G, *others = (side.gradient(upstream) for side in sides)
     return G if not others else G + others[0].T
 
@@ -185,7 +185,7 @@ def gradients(q: npt.ArrayLike, k: npt.ArrayLike, scale: npt.ArrayLike, G: Float
 
     q: (m, d); k: (n, d); scale: a number or (m,), and then ds is one number per row; G: (m, n).
     """
-    q, k, s = float64(q), float64(k), _down_the_rows(scale)
+    q, k, s = float64(q), float64(k), _as_column(scale)
     R = G @ k
     d_scale = (q * R).sum(axis=1)
     return Gradients(
@@ -197,14 +197,14 @@ def gradients(q: npt.ArrayLike, k: npt.ArrayLike, scale: npt.ArrayLike, G: Float
 
 
 def weighted_sum(w: FloatArray, terms: FloatArray) -> float:
-    """sum_i w_i terms_i; a weight of 0 removes its term, whatever its value.
+    """sum_i w_i terms_i; a weight of 0 removes its term, whatever the term's value.
 
     w, terms: (m,).
     """
     return float(np.where(w == 0, 0.0, w * terms).sum())
 
 
-def _down_the_rows(scale: npt.ArrayLike) -> FloatArray:
+def _as_column(scale: npt.ArrayLike) -> FloatArray:
     """The scale in the shape that multiplies an (m, anything) matrix row by row."""
     s = float64(scale)
     return s[:, None] if s.ndim else s
@@ -212,11 +212,11 @@ def _down_the_rows(scale: npt.ArrayLike) -> FloatArray:
 
 @np.errstate(all="ignore")
 def lse(x: FloatArray, axis: int) -> FloatArray:
-    """Log-sum-exp along an axis, shifted by the maximum where that is finite; -inf of nothing.
+    """Log-sum-exp along an axis, shifted by the maximum where the maximum is finite; -inf of an empty set.
 
     x: (m, n). Returns (m,) for axis 1 and (n,) for axis 0.
     """
     m = x.max(axis=axis, keepdims=True, initial=-np.inf)
-    # -inf (empty) and +inf cannot be subtracted; shifting by 0 gives log 0 = -inf, log inf = inf and NaN for NaN.
+    # -inf (empty) and +inf cannot be subtracted. A shift by 0 gives log 0 = -inf, log inf = inf and NaN for NaN.
     shift = np.where(np.isfinite(m), m, 0.0)
     return float64(shift.squeeze(axis) + np.log(np.exp(x - shift).sum(axis=axis)))

@@ -1,7 +1,7 @@
 """Late interaction: a text is the vectors of its tokens, and a score is the sum of the query's largest dot products.
 
-A maximum has no derivative where tokens are equally near: here the first of them has it, and any other share among
-them is as right.
+A maximum has no derivative where several tokens are equally near. The oracle gives the whole derivative to the first of
+them; any other split among them is equally right.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def scores(
     query_mask: npt.ArrayLike | None = None,
     document_mask: npt.ArrayLike | None = None,
 ) -> tuple[FloatArray, FloatArray, BoolArray]:
-    """``S_ij = sum_a max_b <q_ia, d_jb>`` over the tokens that count (ColBERT Eq. 3): -inf of a document without any.
+    """``S_ij = sum_a max_b <q_ia, d_jb>`` over the tokens that count (ColBERT Eq. 3): -inf for a document without any.
 
-    Q: (m, q, d); D: (n, t, d); masks: (m, q) and (n, t), not 0 where a token counts; by default all do. Returns the
-    scores (m, n); the products (m, q, n, t), -inf where the document's token does not count; and which is the largest,
-    the first of equal ones, where the query's counts.
+    Q: (m, q, d); D: (n, t, d); masks: (m, q) and (n, t), nonzero where a token counts; by default all do. Returns the
+    scores (m, n); the products (m, q, n, t), -inf where the document's token does not count; and a mask (m, q, n, t) of
+    the largest products, the first of equal ones, False where the query's token does not count.
     """
     products = np.tensordot(float64(Q), float64(D), (2, 2))
     if document_mask is not None:
@@ -44,14 +44,14 @@ def maxsim(
     document_mask: npt.ArrayLike | None = None,
     symmetric: bool = False,
 ) -> LossAndGradients:
-    """InfoNCE of the scores, of queries to documents (ColBERTv2 Sec. 3.2: in-batch negatives), or half of each way.
+    """InfoNCE of the scores, queries to documents (ColBERTv2 Sec. 3.2: in-batch negatives), or the mean of both ways.
 
-    Q, D and the masks as in `scores`: document i is query i's, and more than m are hard negatives of all; scale: a
-    number. A document without tokens makes the loss NaN. Gradients have the shapes of Q and D, and are 0 at tokens
+    Q, D and the masks as in `scores`: document i is query i's, and documents beyond m are hard negatives of all; scale:
+    a number. A document without tokens makes the loss NaN. Gradients have the shapes of Q and D, and are 0 at tokens
     that do not count.
     """
     S, _, nearest = scores(Q, D, query_mask, document_mask)
-    of_scores = (clip if symmetric else info_nce)(S, np.eye(S.shape[1]), scale)
-    W = nearest * of_scores.d_rows[:, None, :, None]
+    contrastive = (clip if symmetric else info_nce)(S, np.eye(S.shape[1]), scale)
+    W = nearest * contrastive.d_rows[:, None, :, None]
     d_Q, d_D = np.tensordot(W, float64(D), ((2, 3), (0, 1))), np.tensordot(W, float64(Q), ((0, 1), (0, 1)))
-    return LossAndGradients(of_scores.loss, d_Q, d_D, of_scores.d_scale, 0.0)
+    return LossAndGradients(contrastive.loss, d_Q, d_D, contrastive.d_scale, 0.0)

@@ -1,7 +1,7 @@
 """The losses by name: each chooses weights, targets and admitted pairs for the general form.
 
-Features are used as given: normalise them first. `scale` is 1 / temperature. ``clip.form`` and its like give the choice
-as data: loss and gradients are computed of it here, and error bounds elsewhere.
+Features are used as given: normalise them first. `scale` is 1 / temperature. ``clip.form`` and the other forms return
+the choice as data. The loss and its gradients follow from that data here, and error bounds elsewhere.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ class LossAndGradients(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a softmax loss may have besides its weights and pairs.
+    """The options of a softmax loss besides its weights and pairs.
 
     inside: whether the sum over the positives is inside of the logarithm (SupCon Eq. 3, L_in), not outside (Eq. 2).
     smoothing: e of (1 - e) y_ij + e / n, the targets of torch's cross_entropy with label_smoothing.
-    margin: what the dot products of positives are lowered by (CosFace Eq. 4).
-    threshold: negatives whose dot product exceeds the positive's by more are left out (Qwen3-Embedding, Eq. 2); of the
-        columns, their own positive's.
+    margin: subtracted from the dot products of positives (CosFace Eq. 4).
+    threshold: negatives whose dot product exceeds the positive's by more than this are left out (Qwen3-Embedding,
+        Eq. 2); a column's negatives are compared with the column's positive.
     relative: whether the threshold is a share of the positive's dot product (NV-Retriever's percentage).
-    guide: (m, e) and (n, e), features of another model: the dot products that the threshold is about are theirs
-        (GISTEmbed, Sec. 3).
+    guide: (m, e) and (n, e), features of another model, whose dot products the threshold compares (GISTEmbed, Sec. 3).
     """
 
     inside: bool = False
@@ -59,14 +58,14 @@ PLAIN = Options()
 
 
 class Form(NamedTuple):
-    """What a loss chooses of the general form.
+    """A loss as a choice of the parts of the general form.
 
     q: (m, d); k: (n, d); scale: a number or (m,); bias: a number; pairs: which are positive and admitted.
     u: (m,) row weights; v: (n,) column weights, or None for one direction.
     additive: whether it is the sigmoid loss, whose u is one number for all rows.
-    first: where rows and columns are the same features, how many of them the first argument has; else None.
+    first: the number of rows of the first argument, if rows and columns are the same features; else None.
     options: of a softmax loss.
-    mean: of the sigmoid loss, whether the mean over a row's positives counts, not their sum.
+    mean: of the sigmoid loss, whether the terms of a row's positives are averaged, not summed.
     """
 
     q: FloatArray
@@ -83,7 +82,7 @@ class Form(NamedTuple):
 
 
 class Named(Generic[P]):
-    """A loss by name: called it gives a ``LossAndGradients``, and ``form`` what it chooses."""
+    """A loss by name. A call returns a ``LossAndGradients``; ``form`` returns the loss's ``Form``."""
 
     def __init__(self, form: Callable[P, Form]) -> None:
         self.form = form
@@ -117,9 +116,9 @@ def info_nce(
     q: (m, d); k: (n, d), more columns than rows are hard negatives or a queue; scale: a number or (m,).
     positives: (m,), each in 0..n-1; by default row i's is column i. Ids and `match` as in `Pairs`.
     weights: (m,) of the mean, which is over the rows that have a positive; by default 1.
-    own: (m, c, d), negatives that follow k and have no ids, the first `counts`, (m,), of each row's c; the others are 0
-    and count for no row. share: whether each counts for all rows, not for its own alone. in_batch: whether the first m
-    of k count for other rows than their own.
+    own: (m, c, d), each row's own negatives, which follow k and have no ids; only the first `counts`, (m,), of a row's
+    c count, and the others are 0. share: whether an own negative counts for all rows, not for its row alone. in_batch:
+    whether the first m of k count for rows other than their own.
     """
     q, k = float64(q), float64(k)
     m = len(q)
@@ -128,12 +127,12 @@ def info_nce(
     owners = np.where((np.arange(len(k)) < m) & (not in_batch), np.arange(len(k)), -1)
     if own is not None:
         own = float64(own)
-        there = np.arange(own.shape[1]) < (np.full(m, own.shape[1]) if counts is None else counts)[:, None]
-        k = np.concatenate([k, np.where(there[:, :, None], own, 0.0).reshape(-1, k.shape[1])])
-        owners = np.concatenate([owners, np.where(there, -1 if share else np.arange(m)[:, None], -2).ravel()])
+        counted = np.arange(own.shape[1]) < (np.full(m, own.shape[1]) if counts is None else counts)[:, None]
+        k = np.concatenate([k, np.where(counted[:, :, None], own, 0.0).reshape(-1, k.shape[1])])
+        owners = np.concatenate([owners, np.where(counted, -1 if share else np.arange(m)[:, None], -2).ravel()])
         if row_ids is not None and column_ids is not None:
-            nobody = np.full(len(k) - len(column_ids), max(row_ids.max(), column_ids.max()) + 1)
-            column_ids = np.concatenate([column_ids, nobody])
+            unused_ids = np.full(len(k) - len(column_ids), max(row_ids.max(), column_ids.max()) + 1)
+            column_ids = np.concatenate([column_ids, unused_ids])
     pairs = Pairs(positives, row_ids, column_ids, match, owners=owners)
     return Form(q, k, scale, bias, pairs, u=_shares(weights, pairs.positive(m, len(k))), options=options)
 
@@ -182,8 +181,8 @@ def nt_xent(
     z = np.concatenate([view_a, view_b])
     itself = np.arange(2 * b)
     pairs = Pairs(positives=np.roll(itself, -b), excluded=itself)
-    both = None if weights is None else np.tile(float64(weights), 2)
-    return Form(z, z, scale, 0.0, pairs, u=_shares(both, pairs.positive(2 * b, 2 * b)), first=b, options=options)
+    tiled = None if weights is None else np.tile(float64(weights), 2)
+    return Form(z, z, scale, 0.0, pairs, u=_shares(tiled, pairs.positive(2 * b, 2 * b)), first=b, options=options)
 
 
 @Named
@@ -241,17 +240,17 @@ def distillation(
 
     I, T: (b, d), the student's features; teacher: (b, e) each.
     """
-    both, value, G = (logits(I, T, scale), logits(*teacher, teacher_scale)), 0.0, np.zeros(())
+    student_and_teacher, value, G = (logits(I, T, scale), logits(*teacher, teacher_scale)), 0.0, np.zeros(())
     for axis in (1, 0):
-        log_p, log_y = (x - np.expand_dims(lse(x, axis), axis) for x in both)
+        log_p, log_y = (x - np.expand_dims(lse(x, axis), axis) for x in student_and_teacher)
         value -= float((np.exp(log_y) * log_p).sum())
         G = G + np.exp(log_p) - np.exp(log_y)
-    twice = 2 * max(len(G), 1)
-    return LossAndGradients(value / twice, *gradients(I, T, scale, G / twice))
+    divisor = 2 * max(len(G), 1)
+    return LossAndGradients(value / divisor, *gradients(I, T, scale, G / divisor))
 
 
 def _shares(weights: npt.ArrayLike | None, P: BoolArray) -> FloatArray:
-    """The rows' weights over the sum of those of rows that have a positive; the others weigh 0.
+    """The weights of the rows that have a positive, divided by their sum; 0 for the other rows.
 
     weights: (m,); P: (m, n) bool.
     """
@@ -269,17 +268,17 @@ def evaluated(form: Form) -> LossAndGradients:
         G = u[:, None] * w * gradient_of_sigmoid_logits(x, P, 1.0, A)
         value = weighted_sum(u, (w * sigmoid_terms(x, P, A)).sum(axis=1))
         return LossAndGradients(value, *gradients(q, k, scale, G))
-    lowered = np.where(P, options.margin, 0.0)
-    compared, how = similarities(form, x), (options.inside, options.smoothing)
-    x = x - np.reshape(scale, (-1, 1)) * lowered
-    of_rows, of_columns = limits(form)
-    sides = [Direction(x, within(A, P, compared, of_rows), P, u, target_weights(P), *how)]
+    margins = np.where(P, options.margin, 0.0)
+    similarity, settings = similarities(form, x), (options.inside, options.smoothing)
+    x = x - np.reshape(scale, (-1, 1)) * margins
+    row_limits, column_limits = limits(form)
+    sides = [Direction(x, within(A, P, similarity, row_limits), P, u, target_weights(P), *settings)]
     if v is not None:
-        sides.append(Direction(x.T, within(A, P, compared, of_columns).T, P.T, v, target_weights(P.T), *how))
+        sides.append(Direction(x.T, within(A, P, similarity, column_limits).T, P.T, v, target_weights(P.T), *settings))
     G = gradient_of_logits(sides)
     d = gradients(q, k, scale, G)
     d = d._replace(
-        d_scale=d.d_scale - np.reshape((G * lowered).sum(axis=1 if np.ndim(scale) else None), np.shape(scale))
+        d_scale=d.d_scale - np.reshape((G * margins).sum(axis=1 if np.ndim(scale) else None), np.shape(scale))
     )
     if first is not None:
         dz = d.d_rows + d.d_columns
@@ -288,13 +287,13 @@ def evaluated(form: Form) -> LossAndGradients:
 
 
 def similarities(form: Form, x: FloatArray) -> FloatArray:
-    """What limits are compared with, (m, n): the guide's dot products, or the logits x where there is no guide."""
+    """The values, (m, n), that are compared with limits: the guide's dot products, or the logits x without a guide."""
     guide = form.options.guide
     return x if guide is None else logits(*guide, 1.0)
 
 
 def within(A: BoolArray, P: BoolArray, compared: FloatArray, limit: FloatArray | None) -> BoolArray:
-    """The admitted pairs without the negatives whose logit, or guide's dot product, is beyond a limit.
+    """The admitted pairs without the negatives whose logit, or guide's dot product, exceeds a limit.
 
     A, P, compared: (m, n); limit: (m,) or of a shape that broadcasts to (m, n); None for none.
     """
@@ -304,19 +303,19 @@ def within(A: BoolArray, P: BoolArray, compared: FloatArray, limit: FloatArray |
 
 
 def limits(form: Form) -> tuple[FloatArray, FloatArray]:
-    """The logits beyond which a negative is left out of its row, (m, 1), and of its column, (1, n); of the threshold.
+    """The logits above which the threshold removes a negative from its row, (m, 1), and from its column, (1, n).
 
-    With a guide its dot products. Of a row or column with one positive; infinite where it has none. With a scale per
-    row the columns' are (m, n).
+    With a guide they are dot products of the guide. Rows and columns have at most one positive; the limit is infinite
+    without one. With a scale per row, the columns' limits are (m, n).
     """
     x, t = similarities(form, logits(form.q, form.k, 1.0)), form.options.threshold
     P = form.pairs.positive(len(form.q), len(form.k))
     scale, bias = (form.scale, form.bias) if form.options.guide is None else (1.0, 0.0)
-    found = []
+    axis_limits = []
     for axis in (1, 0):
-        own = np.where(P, x, 0.0).sum(axis=axis, keepdims=True)
-        most = np.where(P.any(axis=axis, keepdims=True), own * (1 + t) if form.options.relative else own + t, np.inf)
-        finite = np.isfinite(most)
-        limit = np.reshape(scale, (-1, 1)) * np.where(finite, most, 0.0) + bias
-        found.append(np.where(finite, limit, np.inf))
-    return found[0], found[1]
+        x_p = np.where(P, x, 0.0).sum(axis=axis, keepdims=True)
+        bound = np.where(P.any(axis=axis, keepdims=True), x_p * (1 + t) if form.options.relative else x_p + t, np.inf)
+        finite = np.isfinite(bound)
+        limit = np.reshape(scale, (-1, 1)) * np.where(finite, bound, 0.0) + bias
+        axis_limits.append(np.where(finite, limit, np.inf))
+    return axis_limits[0], axis_limits[1]

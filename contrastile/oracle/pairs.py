@@ -1,7 +1,7 @@
 """Which pairs are positive and which are admitted, from O(m + n) vectors.
 
-Every vector has one entry per row or per column, so a tile's masks follow from slices of the vectors, and
-only the dense oracle forms an m x n mask.
+Every vector has one entry per row or per column, so the masks of a tile follow from slices of the vectors. Only the
+dense oracle forms an m x n mask.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Pairs(NamedTuple):
         return self.positive(m, n) | ~unseen
 
     def _unseen(self, m: int, n: int) -> BoolArray:
-        """(m, n) bool: the row excludes the column, or it is another row's own."""
+        """(m, n) bool: the row excludes the column, or another row owns the column."""
         excluded = _pointed_at(m, n, self.excluded)
         if self.owners is None:
             return excluded
-        elsewhere: BoolArray = (self.owners != -1) & (self.owners != np.arange(m)[:, None])
-        return excluded | elsewhere
+        is_foreign: BoolArray = (self.owners != -1) & (self.owners != np.arange(m)[:, None])
+        return excluded | is_foreign
 
 
 def target_weights(P: BoolArray) -> FloatArray:
@@ -68,13 +68,13 @@ def _pointed_at(m: int, n: int, column: IntArray | None) -> BoolArray:
     """(m, n) bool: j is the column that row i's index names."""
     if column is None:
         return np.zeros((m, n), dtype=np.bool_)
-    here: BoolArray = np.asarray(column)[:, None] == np.arange(n)
-    return here
+    is_pointed_at: BoolArray = np.asarray(column)[:, None] == np.arange(n)
+    return is_pointed_at
 
 
 def _equal(m: int, n: int, row_ids: IntArray | None, column_ids: IntArray | None) -> BoolArray:
     """(m, n) bool: row i and column j carry the same id."""
     if row_ids is None or column_ids is None:
         return np.zeros((m, n), dtype=np.bool_)
-    same: BoolArray = np.asarray(row_ids)[:, None] == np.asarray(column_ids)
-    return same
+    is_equal: BoolArray = np.asarray(row_ids)[:, None] == np.asarray(column_ids)
+    return is_equal

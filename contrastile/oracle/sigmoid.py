@@ -18,7 +18,7 @@ def softplus(t: FloatArray) -> FloatArray:
 
 @np.errstate(all="ignore")
 def sigma(t: FloatArray) -> FloatArray:
-    """1 / (1 + exp(-t)), to full relative precision also where it is tiny.
+    """1 / (1 + exp(-t)), to full relative precision even where it is tiny.
 
     t: any shape. Returns the same shape.
     """
@@ -38,7 +38,7 @@ def sigmoid_terms(x: FloatArray, P: BoolArray, A: BoolArray) -> FloatArray:
 
 @np.errstate(all="ignore")
 def gradient_of_sigmoid_logits(x: FloatArray, P: BoolArray, b: float, A: BoolArray) -> FloatArray:
-    """G_ij = -z_ij sigma(-z_ij x_ij) / b on admitted pairs and 0 elsewhere; `gradients` takes it from here.
+    """G_ij = -z_ij sigma(-z_ij x_ij) / b on admitted pairs and 0 elsewhere, the input of `gradients`.
 
     x: (m, n); P, A: (m, n) bool; b: the divisor. Returns (m, n).
     """

@@ -1,5 +1,5 @@
 """The papers' own equations: Inf-CL, DisCo, GradCache and MBS, in NumPy float64, one function each, cited by number.
 
-They are as corrected; ``tests/oracle/test_errata.py`` has the mistakes as printed. Nothing else in the package needs
-them.
+The equations are corrected; ``tests/oracle/test_errata.py`` has the mistakes as printed. No other part of the package
+needs them.
 """

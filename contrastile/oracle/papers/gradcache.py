@@ -27,7 +27,7 @@ class Encoder:
 
     Attributes:
         forward: (parameters, inputs (n, ...), state) -> representations (n, d); (Omega, F, G) -> distances (m, n).
-        vjp: these and u -> gradient by the parameters of <u, representations>; of <u, distances> by Omega, F and G.
+        vjp: the same and u -> gradient of <u, representations> by the parameters; of <u, distances> by Omega, F and G.
     """
 
     forward: Callable[..., FloatArray]

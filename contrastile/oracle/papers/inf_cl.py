@@ -2,7 +2,7 @@
 
 The paper's letters: I, T (b, c) are image and text features with the scale already in them, x = I T' the logits,
 l (b,) the row LSE, m a tile's row maximum, b_s = b / n a shard's batch.
-Shards need not be equal and may be empty; a world of 1 is a ring of one.
+Shards may be of unequal sizes, or empty. A world of 1 is a ring of one rank.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ def local_backward(I: FloatArray, T: FloatArray, l: FloatArray, t_r: int, t_c: i
 def loss_memory(b: int, c: int, n: int) -> int:
     """Numbers a rank holds for the loss: I, T, dI, dT (b_s, c) and l (b_s,), O(b c / n) (Inf-CL Sec. 4, corrected).
 
-    b: the global batch; c: the feature width; n: ranks. For equal shards, b_s = ceil(b / n), and beside the one
-    tile of logits.
+    b: the global batch; c: the feature width; n: ranks. For equal shards, b_s = ceil(b / n). The one tile of
+    logits is not counted.
     """
     return -(-b // n) * (4 * c + 1)
 

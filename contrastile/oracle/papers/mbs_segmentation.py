@@ -1,10 +1,10 @@
-"""Micro-Batch Streaming (Piao et al., 2021), Eq. 18 and 19: the Dice loss, and what streams it exactly.
+"""Micro-Batch Streaming (Piao et al., 2021), Eq. 18 and 19: the Dice loss, and two ways to stream it exactly.
 
 Letters: A (n, pixels) holds the ground truth of n images, 0 or 1; B (n, pixels) the prediction, in (0, 1). |A and B| is
-sum A B, and |A| a sum. The Dice coefficient is a ratio of sums: over several images it is no mean of terms of one image
-each, so no weight of the micro-batches makes streaming exact. Two things do: one ratio per image, averaged; or two
-passes, the sums first. Where A and B are both 0 everywhere, Eq. 18 is 0 / 0. The cross-entropy that Eq. 20 adds is a
-mean over pixels, and streams exactly.
+sum A B, and |A| a sum. The Dice coefficient is a ratio of sums. Over several images it is not a mean of terms of one
+image each, so no weights of the micro-batches make streaming exact. Two ways are exact: the mean of one ratio per
+image, or two passes, of which the first computes the sums. Where A and B are both 0 everywhere, Eq. 18 is 0 / 0. The
+cross-entropy that Eq. 20 adds is a mean over pixels, and streams exactly.
 """
 
 from __future__ import annotations
