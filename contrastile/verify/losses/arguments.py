@@ -149,8 +149,8 @@ def labelled(names: Callable[[Draw, int], np.ndarray]) -> Callable[[Draw, Argume
 
 def distinct(draw: Draw, count: int) -> np.ndarray:
     """Distinct labels: those of ``FAR``, negative ones, and some that are equal as floats."""
-    more = np.concatenate([2**60 + np.arange(count), -np.arange(2, count + 2) * 2**32])
-    return draw.permutation(np.unique(np.concatenate([FAR, more])))[:count]
+    extra = np.concatenate([2**60 + np.arange(count), -np.arange(2, count + 2) * 2**32])
+    return draw.permutation(np.unique(np.concatenate([FAR, extra])))[:count]
 
 
 def normalised(arguments: Arguments) -> Arguments:

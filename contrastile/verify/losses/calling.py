@@ -28,7 +28,7 @@ _BIASES = -2.7, -3.1, 2.0, -40.1
 
 
 def leaves(trial: LossTrial) -> Comparisons:
-    """The gradients are right whichever of them are wanted, with a scale that is a tensor or a number."""
+    """Every subset of the gradients is right, with a scale that is a tensor or a number."""
     case, claims = trial.case, trial.loss.claims
     b, width = trial.shape
     # Use a shape that no earlier call had, because the first call of a shape wants the fewest gradients.
@@ -61,14 +61,14 @@ def leaves(trial: LossTrial) -> Comparisons:
             yield label, trial.compare(full, trial.fields)
     functions: list[str] = []
     for label, convert in _tensor_conversions(functions).items():
-        trained, fields = (indices[-1:], ["loss"]) if label.endswith("alone") else (indices, trial.fields)
-        call = trial.call(train=trial.train(trained))
+        selected, fields = (indices[-1:], ["loss"]) if label.endswith("alone") else (indices, trial.fields)
+        call = trial.call(train=trial.train(selected))
         for xs in (call.leaves, call.numbers):
             xs[:] = [convert(x.detach()).requires_grad_(x.requires_grad) if hasattr(x, "detach") else x for x in xs]
         call.passed = call.leaves
         upstream = trial.loss.arrays.full((), 1.0, state_dtype(case.dtype), call.leaves[0])
         result = call.finish(call(), convert(upstream))
-        is_missing = any(result.gradients[index] is None for index in trained)
+        is_missing = any(result.gradients[index] is None for index in selected)
         yield label, wrong("a gradient is missing") if is_missing else trial.compare(result, fields)
     if case.facts is not None and trial.loss.block is None and not any("contrastile.loss" in x for x in functions):
         yield "a subclass of tensors", wrong("it saw no loss")
@@ -159,7 +159,7 @@ def _fourth_parameter(call: Callable[..., Any]) -> tuple[str, bool]:
 
 
 def aliases(trial: LossTrial) -> Comparisons:
-    """Features that are one tensor, or share a storage, have the loss and the gradients of equal ones apart."""
+    """Features that are one tensor, or share a storage, have the loss and the gradients of separate equal features."""
     case = trial.case
     arguments, claims = case.arguments, trial.loss.claims
     if len(arguments.features) != 2:
@@ -237,11 +237,11 @@ _VIEWS: dict[str, Callable[[Array, int, int], tuple[Array, Array]]] = {
     "a square and its transpose": lambda x, b, d: (x[:b, :b], x[:b, :b].T),
     "a transpose and its square": lambda x, b, d: (x[:b, :b].T, x[:b, :b]),
 }
-"""Pairs of matrices of b rows in one array."""
+"""Pairs of matrices of b rows that are views of one array."""
 
 
 def autocast(trial: LossTrial) -> Comparisons:
-    """In the caller's autocast it is a computation in autocast's dtype, which leaves float64 alone."""
+    """Under the caller's autocast the loss computes in the dtype of autocast, except that float64 stays float64."""
     import torch
 
     case = trial.case
@@ -281,7 +281,7 @@ def autocast(trial: LossTrial) -> Comparisons:
 
 
 def integers(trial: LossTrial) -> Comparisons:
-    """Ids, positives and labels of each dtype, with its least and its largest numbers, are what they are in int64."""
+    """Ids, positives and labels of each dtype, up to its smallest and largest numbers, give the results of int64."""
     case, claims = trial.case, trial.loss.claims
     arguments = case.arguments
     for dtype in claims.integers:
@@ -309,9 +309,9 @@ def integers(trial: LossTrial) -> Comparisons:
 
 
 def refusals(trial: LossTrial) -> Comparisons:
-    """A positive that is no column is an error, or makes NaN of the loss and of every gradient.
+    """A positive that is no column is an error, or turns the loss and every gradient into NaN.
 
-    So is a document of which no token counts; else the loss is no finite number.
+    A document in which no token counts is an error, or makes the loss infinite or NaN.
     """
     arguments, masks = trial.case.arguments, trial.loss.claims.masks
     b, invalid = len(arguments.features[0]), dict[str, dict[str, np.ndarray]]()
@@ -346,7 +346,7 @@ def ties(trial: LossTrial) -> Comparisons:
 
 
 def queues(trial: LossTrial) -> Comparisons:
-    """Negatives may be a tuple, one array twice, the key again, or empty, and learn whatever the query does."""
+    """Negatives may be a tuple, one array twice, the key again, or empty, and have gradients if the query is frozen."""
     case = trial.case
     rows, width = trial.shape
     hard_negatives = build("negatives", case.dtype, case.claims, case.facts).arguments.negatives[0]

@@ -71,8 +71,8 @@ class Batch:
     objectives: tuple[str, ...] = ()
 
 
-def _square(features: Callable[..., Pairs], *more: Any) -> Callable[[Draw, int, int], Pairs]:
-    return lambda draw, b, d: features(draw, b, b, d, *more)
+def _square(features: Callable[..., Pairs], *parameters: Any) -> Callable[[Draw, int, int], Pairs]:
+    return lambda draw, b, d: features(draw, b, b, d, *parameters)
 
 
 _unpaired = _square(units)

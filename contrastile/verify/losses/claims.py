@@ -38,12 +38,12 @@ class Claims:
         objective: one of ``OBJECTIVES``. "info_nce" is one direction, and "maxsim" too, of features (b, tokens, d).
         library: the library of its arrays, "torch", "numpy" or "cupy".
         returns_gradients: whether it returns ``(loss, gradients...)``, one gradient for each differentiable argument in
-            their order, None for one that is not claimed. Of torch tensors it returns the loss alone where False, and
+            their order, None for an unclaimed one. If False, a loss of torch tensors returns the loss alone, and
             autograd gives the gradients; losses on NumPy and CuPy arrays always return them.
         dtypes: of the features.
         devices: kinds of device.
-        state: dtype of its logits and sums; None for the features' own. The bounds are those of a plain computation in
-            this dtype.
+        state: dtype of its logits and sums; None for that of the features. The bounds are those of a plain computation
+            in this dtype.
         precision: how float32 products are computed, one of ``contract.PRECISIONS``.
         feature_gradients: whether the gradients of the features are claimed.
         scale_gradient: whether those of the scale and of the sigmoid loss's bias are. Otherwise both are numbers.

@@ -1,4 +1,4 @@
-"""The properties of a correct loss on one process: what is true of its value and of its gradients on a case."""
+"""The properties of a correct loss on one process: its value and its gradients on a case."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class LossTrial:
         block_sizes = tuple(min(block, m - start) for start in range(0, m, block))
         return allowed.allowed(self.case, upstream, Spread(block_sizes, block_sizes * len(self.case.problem.columns)))
 
-    def call(self, **how: Any) -> Call:
-        """A call of this case's arguments, made as ``prepare`` makes it."""
-        return prepare(self.loss, self.case.arguments, self.case.dtype, self.device, **how)
+    def call(self, **options: Any) -> Call:
+        """A call of this case's arguments; ``options`` are those of ``prepare``."""
+        return prepare(self.loss, self.case.arguments, self.case.dtype, self.device, **options)
 
-    def run(self, upstream: float | None = None, **how: Any) -> Result:
+    def run(self, upstream: float | None = None, **options: Any) -> Result:
         """The value and the gradients, times ``upstream`` through autograd."""
-        call = self.call(**how)
+        call = self.call(**options)
         return call.finish(call(), upstream)
 
     def train(self, leaves: Sequence[int]) -> list[bool]:

@@ -160,7 +160,7 @@ def main() -> None:
     """Read a request from stdin, start the ranks of each world in turn, and write their results to stdout."""
     request = pickle.loads(sys.stdin.buffer.read())
     output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    # What the loss prints goes to stderr, because stdout carries the results.
+    # Send the loss's own output to stderr, because stdout carries the results.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # Import torch once, before the ranks are forked. The import starts no thread.
     importlib.import_module("torch.distributed")

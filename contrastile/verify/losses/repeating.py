@@ -159,7 +159,7 @@ def settings(trial: LossTrial) -> Comparisons:
 
 
 def threads(trial: LossTrial) -> Comparisons:
-    """Calls are right in another thread, in two threads at once, and with its two passes in different threads."""
+    """Calls are right in another thread, in two threads at once, and with their two passes in different threads."""
     rows, width = trial.shape
     trials = [trial.resized(rows, width, seed) for seed in (4, 5)]
 
@@ -223,7 +223,7 @@ def leaks(trial: LossTrial) -> Comparisons:
             peak.peak_bytes(trial.loss.arrays.name, trial.device, partial(peak.repeated, step, times))
             for times in (1, 5)
         )
-        # Allow less than the logits of one call.
+        # The allowance is smaller than the logits of one call.
         limit = one_call + 2 * b * b
         yield "5 calls", Worst(five_calls / limit, "bytes", (), five_calls, limit)
         gc.collect()

@@ -26,7 +26,7 @@ _ARRAYS: dict[str, Callable[[Any], ArrayLibrary]] = {"numpy": ArrayLibrary, "cup
 
 @dataclass(frozen=True)
 class Result(Outcome):
-    """A loss and its gradients: ``rows`` and ``columns`` are of features and negatives; a missing one is None.
+    """A loss and its gradients; ``rows`` and ``columns`` belong to features and negatives. A missing one is None.
 
     Attributes:
         by_autograd: whether autograd computed the gradients; otherwise the loss returned them.
