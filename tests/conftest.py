@@ -1,4 +1,4 @@
-"""What every test starts from; read before any test file imports torch or Triton."""
+"""The setup of every test; pytest reads this file before any test file imports torch or Triton."""
 
 import contextlib
 import importlib.metadata
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-# Triton fixes at its import whether kernels are interpreted; make test-gpu sets 0
+# Triton decides at import whether it interprets kernels; make test-gpu sets 0
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# what is installed stays so, and each test that loads a backend asks for it: milliseconds of many small files
+# packages do not change while tests run; to read their metadata takes milliseconds for each backend that a test loads
 importlib.metadata.entry_points = cache(importlib.metadata.entry_points)
 importlib.metadata.version = cache(importlib.metadata.version)
 
@@ -24,7 +24,7 @@ with contextlib.suppress(ImportError):
     settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("patient")
 
-# one process a core: threads that wait for each other on a busy machine cost more than small problems do
+# pytest-xdist runs one process per core: more threads would slow small problems down, because they wait for each other
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -38,15 +38,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def forget_calls() -> Callable[[], None]:
-    """Forgets every known call and backend, as before each test: it may have been another."""
+    """Clear the caches of calls and backends before each test, as tests replace backends; a test may call it again."""
 
     def forget() -> None:
         prepared, choice = (sys.modules.get(f"contrastile.{name}") for name in ("autograd.prepared", "backends.choice"))
         if prepared is not None:
             prepared.CALLS.prepared.clear()
         if choice is not None:
-            for each in (choice.explained, choice.unusable, choice.capability, choice.load):
-                each.cache_clear()
+            for cached_function in (choice.explained, choice.unusable, choice.capability, choice.load):
+                cached_function.cache_clear()
 
     forget()
     return forget
@@ -54,7 +54,7 @@ def forget_calls() -> Callable[[], None]:
 
 @pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Problems this small only wait for a second thread."""
+    """Limit torch to one thread: a second thread makes problems this small slower."""
     import torch
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -66,5 +66,5 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def primitives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small losses of torch on a host are of the primitives, whose bits all ways to call them have."""
+    """Compute small losses on the CPU with primitives, which give the same bits however they are called."""
     monkeypatch.setenv("CONTRASTILE_KEEP_MIB", "0")

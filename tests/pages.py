@@ -1,4 +1,4 @@
-"""What a page shows: its blocks of code, what a section defines, what a program prints."""
+"""Reading the documentation: blocks of code, sections, the names that code defines, and the text that it prints."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def sections(text: str) -> dict[str, str]:
 
 
 def defined(text: str, **scope: Any) -> dict[str, Any]:
-    """What the Python blocks of a text define."""
+    """The names that the Python blocks of a text define, after running them."""
     for block in blocks(text):
         exec(block, scope)
     return scope
 
 
 def printed(source: str, scope: dict[str, Any] | None = None) -> str:
-    """What a program prints."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    """The text that a program prints."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         exec(compile(source, "the page", "exec"), {"__name__": "__main__"} if scope is None else scope)
-    return said.getvalue()
+    return output.getvalue()
 
 
 def masked(text: str) -> list[str]:
-    """The lines of a text, with # for each number: the last digits differ between machines."""
+    """The lines of a text with # for each decimal number, because last digits differ between machines."""
     return [re.sub(r"\d+\.\d+", "#", line) for line in text.splitlines()]

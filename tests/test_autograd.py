@@ -1,6 +1,6 @@
-"""The torch operators: opcheck, compilation, autocast, and defaults of torch's that are not those of the features.
+"""The torch operators: opcheck, compilation, export and autocast.
 
-In autocast the loss takes features as a matrix product would, in autocast's dtype; all else is as without it.
+Under autocast the loss casts features to autocast's dtype, as a matrix product does. Nothing else changes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def clip(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
 
 
 def info_nce(query: Tensor, key: Tensor, scale: Tensor) -> Tensor:
-    more = {"negatives": [key.flip(1)[:5], key[:3]], "positives": torch.arange(len(query)).flip(0)}
-    return contrastile.info_nce(query, key, scale, **more)
+    options = {"negatives": [key.flip(1)[:5], key[:3]], "positives": torch.arange(len(query)).flip(0)}
+    return contrastile.info_nce(query, key, scale, **options)
 
 
 def sup_con(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
@@ -57,27 +57,27 @@ def sigmoid(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     return contrastile.sigmoid_loss(image, text, scale, -3.0)
 
 
-def of_statistics(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-    """A loss that nobody has, masked where a row has no positive."""
+def statistics_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    """A loss of the user's own; rows without a positive are masked."""
     ids = {"row_ids": torch.arange(len(image)) % 7, "column_ids": torch.arange(len(text)) % 5}
-    found = contrastile.statistics(image, text, scale, ids_are="positives", **ids)
-    return torch.stack([(torch.where(p.isfinite(), 2 * n - p, 0.0) + 3 * d).mean() for n, p, d in found]).sum()
+    statistics = contrastile.statistics(image, text, scale, ids_are="positives", **ids)
+    return torch.stack([(torch.where(p.isfinite(), 2 * n - p, 0.0) + 3 * d).mean() for n, p, d in statistics]).sum()
 
 
-LOSSES = [clip, info_nce, contrastile.nt_xent, sup_con, sigmoid, of_statistics]
+LOSSES = [clip, info_nce, contrastile.nt_xent, sup_con, sigmoid, statistics_loss]
 
 
 def gradients(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, leaves))
 
 
-def stepped(loss: Loss, *given: Any) -> list[Tensor]:
-    """The value, and the gradients of the towers and the scale."""
-    value = loss(*given)
-    return [value.detach(), *gradients(value, *given[:3])]
+def value_and_gradients(loss: Loss, *arguments: Any) -> list[Tensor]:
+    """The loss, and its gradients with respect to both feature matrices and the scale."""
+    value = loss(*arguments)
+    return [value.detach(), *gradients(value, *arguments[:3])]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch 2.15 itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.15 itself warns
 @pytest.mark.parametrize("backend", ["numpy", "torch"])
 @pytest.mark.parametrize("kind", ["clip", "info_nce", "sigmoid"])
 def test_opcheck(kind: str, backend: str) -> None:
@@ -100,7 +100,7 @@ def test_opcheck(kind: str, backend: str) -> None:
 
 def detached(x: object) -> object:
     if isinstance(x, list):
-        return [detached(each) for each in x]
+        return [detached(item) for item in x]
     return x.detach() if isinstance(x, Tensor) else x
 
 
@@ -111,15 +111,15 @@ def test_a_scale_that_is_a_number_and_varies_compiles_without_a_graph_break() ->
         return contrastile.sigmoid_loss(image, text, scale, -1.5, backend="torch", keep=0)
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    # from the second value on, torch takes the number for a symbol
+    # from the second value on, torch makes the number a symbol
     for scale in (3.0, 4.0, 5.5, 0.1):
         assert torch.equal(compiled(scale), loss(scale))
 
 
-def same(found: list[Tensor], expected: list[Tensor]) -> None:
-    """The value bit by bit, in its dtype; gradients are the expected ones in the features' own dtype."""
-    assert found[0].dtype == expected[0].dtype
-    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, expected, strict=True))
+def assert_same(results: list[Tensor], expected: list[Tensor]) -> None:
+    """Assert equal bits, and equal dtypes of the values; expected gradients are cast to the dtype of the features."""
+    assert results[0].dtype == expected[0].dtype
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(results, expected, strict=True))
 
 
 @pytest.mark.usefixtures("primitives")
@@ -127,24 +127,24 @@ def same(found: list[Tensor], expected: list[Tensor]) -> None:
 def test_one_graph_holds_the_cast_and_no_grad_gives_the_same_value(loss: Loss) -> None:
     *inputs, scale = leaves(torch.float32)
 
-    def inside(*x: Tensor) -> Tensor:
+    def autocast_loss(*x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return loss(*x)
 
     torch.compiler.reset()
-    around = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    within = torch.compile(inside, fullgraph=True, backend="aot_eager")
-    expected = stepped(inside, *inputs, scale)
+    compiled_loss = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    compiled_autocast_loss = torch.compile(autocast_loss, fullgraph=True, backend="aot_eager")
+    expected = value_and_gradients(autocast_loss, *inputs, scale)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        outer = around(*inputs, scale)
-    for value in (within(*inputs, scale), outer):
-        same([value, *gradients(value, *inputs, scale)], expected)
-    # the same compiled function, asked without autocast, casts nothing
-    assert torch.equal(around(*inputs, scale), loss(*inputs, scale))
+        outer_value = compiled_loss(*inputs, scale)
+    for value in (compiled_autocast_loss(*inputs, scale), outer_value):
+        assert_same([value, *gradients(value, *inputs, scale)], expected)
+    # without autocast the same compiled function casts nothing
+    assert torch.equal(compiled_loss(*inputs, scale), loss(*inputs, scale))
     with torch.no_grad():
-        silent = inside(*inputs, scale)
-    assert torch.equal(silent, expected[0])
-    assert not silent.requires_grad
+        value_without_grad = autocast_loss(*inputs, scale)
+    assert torch.equal(value_without_grad, expected[0])
+    assert not value_without_grad.requires_grad
 
 
 @pytest.fixture(autouse=True)
@@ -154,79 +154,80 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-class Graphs:
-    """A compiler's backend that runs each graph as it is, and keeps it."""
+class GraphRecorder:
+    """A compiler's backend that runs each graph unchanged and records it."""
 
     def __init__(self) -> None:
-        self.found: list[torch.fx.GraphModule] = []
+        self.modules: list[torch.fx.GraphModule] = []
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        self.found.append(graph)
+        self.modules.append(graph)
         return graph.forward
 
     def operators(self) -> list[str]:
-        calls = [node.target for graph in self.found for node in graph.graph.nodes if node.op == "call_function"]
+        calls = [node.target for graph in self.modules for node in graph.graph.nodes if node.op == "call_function"]
         return [str(call) for call in calls if getattr(call, "namespace", "") == "contrastile"]
 
 
 @pytest.mark.usefixtures("primitives")
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("loss", [*LOSSES, nn.ClipLoss(), nn.SigLipLoss()])
-def test_the_compiler_sees_one_operator_in_one_graph_whose_results_are_the_loss_s(loss: Loss, dynamic: bool) -> None:
-    graphs = Graphs()
+def test_the_compiler_sees_one_operator_in_one_graph_with_the_bits_of_the_loss(loss: Loss, dynamic: bool) -> None:
+    graphs = GraphRecorder()
     compiled = torch.compile(loss, backend=graphs, dynamic=dynamic, fullgraph=True)
     for rows in (11, 16) if dynamic else (11,):
         inputs = leaves(torch.float64, rows)
         values = [compiled(*inputs), loss(*inputs)]
         assert torch.equal(*values)
         assert all(map(torch.equal, *(gradients(value, *inputs) for value in values)))
-    assert len(graphs.found) == 1
+    assert len(graphs.modules) == 1
     assert graphs.operators() == ["contrastile.loss.default"]
-    # all else that is in the graph makes or reads tensors: nobody asks torch what is at work
-    assert "_C" not in graphs.found[0].code
+    # the other nodes make or read tensors: the graph does not query the state of torch
+    assert "_C" not in graphs.modules[0].code
 
 
 def test_a_module_that_is_imported_later_does_not_compile_anything_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs, inputs = Graphs(), leaves(torch.float64)
+    graphs, inputs = GraphRecorder(), leaves(torch.float64)
     compiled = torch.compile(clip, backend=graphs)
     compiled(*inputs)
     monkeypatch.setitem(sys.modules, "imported_later", ModuleType("imported_later"))
     compiled(*inputs)
-    assert len(graphs.found) == 1
+    assert len(graphs.modules) == 1
 
 
 @pytest.mark.usefixtures("primitives")
 def test_value_and_grad_and_a_group_stay_outside_of_graphs() -> None:
-    graphs, inputs = Graphs(), [x.detach() for x in leaves(torch.float64)]
-    found = torch.compile(lambda *x: contrastile.value_and_grad(contrastile.clip_loss)(*x), backend=graphs)(*inputs)
-    value, expected = contrastile.value_and_grad(contrastile.clip_loss)(*inputs)
-    assert torch.equal(found[0], value)
-    assert all(torch.equal(a, b) for a, b in zip(found[1], expected, strict=True))
+    graphs, inputs = GraphRecorder(), [x.detach() for x in leaves(torch.float64)]
+    compiled = torch.compile(lambda *x: contrastile.value_and_grad(contrastile.clip_loss)(*x), backend=graphs)
+    compiled_value, compiled_gradients = compiled(*inputs)
+    value, gradients = contrastile.value_and_grad(contrastile.clip_loss)(*inputs)
+    assert torch.equal(compiled_value, value)
+    assert all(torch.equal(a, b) for a, b in zip(compiled_gradients, gradients, strict=True))
 
-    def rank(comm: InProcess) -> Tensor:
+    def program(comm: InProcess) -> Tensor:
         def loss(*x: Tensor) -> Tensor:
             return 2 * contrastile.clip_loss(*x, group=comm)
 
         return torch.compile(loss, backend=graphs)(*inputs)
 
-    assert torch.equal(InProcessGroup[Tensor](1).run(rank)[0], 2 * value)
+    assert torch.equal(InProcessGroup[Tensor](1).run(program)[0], 2 * value)
     assert graphs.operators() == []
 
 
 def test_an_exported_loss_takes_other_batches() -> None:
     class Exported(torch.nn.Module):
         def forward(self, x: Tensor, y: Tensor, s: Tensor) -> Tensor:
-            # a length would be a number of this batch
+            # len(x) would be a constant of this batch
             return contrastile.clip_loss(x, y, s, ids=torch.arange(x.shape[0]) // 2)
 
-    rows, given = {0: torch.export.Dim("rows", min=2, max=256)}, tuple(leaves(torch.float64))
-    exported = torch.export.export(Exported(), given, dynamic_shapes=(rows, rows, None), strict=False)
+    rows, arguments = {0: torch.export.Dim("rows", min=2, max=256)}, tuple(leaves(torch.float64))
+    exported = torch.export.export(Exported(), arguments, dynamic_shapes=(rows, rows, None), strict=False)
     inputs = leaves(torch.float64, 16)
     assert torch.equal(exported.module()(*inputs), clip(*inputs))
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
+@pytest.mark.filterwarnings("ignore")  # the compiler's own warnings
 def test_compiled_autograd_finds_the_gradients() -> None:
     inputs = leaves(torch.float64)
     expected = torch.func.grad(contrastile.clip_loss, argnums=(0, 1, 2))(*(x.detach() for x in inputs))
@@ -247,5 +248,5 @@ def step(x):
     return loss
 print(torch.compile(step, backend="eager")(torch.randn(16, 8)).isfinite().item())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["broken", "True"]
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert completed.stdout.split() == ["broken", "True"]

@@ -1,4 +1,4 @@
-"""What a command cannot do, or to its end, is one line on stderr and exit code 2, before any work."""
+"""A command that cannot run to its end says so before any work: one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pages import read, sections
 from contrastile.bench import command as bench
 from contrastile.cli import main
 
-SAID = {
+ERRORS = {
     command: [line.split(" => ") for line in text.replace("HUGE", "9" * 400).split("\n") if line]
     for command, text in sections(read("tests/cannot_run.txt")).items()
 }
-NEEDED = {"plan": ["--batch", "9", "--dim", "5", "--memory-gib", "1", "--backend", "torch"]}
+REQUIRED = {"plan": ["--batch", "9", "--dim", "5", "--memory-gib", "1", "--backend", "torch"]}
 
 
-def refused(capsys: pytest.CaptureFixture[str], command: str, *words: str) -> str:
-    """The one line that a command says."""
+def error_line(capsys: pytest.CaptureFixture[str], command: str, *words: str) -> str:
+    """The line that a refused command prints on stderr."""
     assert main([command, *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -28,13 +28,13 @@ def refused(capsys: pytest.CaptureFixture[str], command: str, *words: str) -> st
     return err
 
 
-@pytest.mark.parametrize(("command", "words", "said"), [(name, *row) for name, rows in SAID.items() for row in rows])
-def test_what_cannot_run_says_why(
-    command: str, words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("command", "words", "error"), [(name, *row) for name, rows in ERRORS.items() for row in rows])
+def test_a_command_that_cannot_run_says_why(
+    command: str, words: str, error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(bench, "torch_gpus", lambda: 0)
-    assert said in refused(capsys, command, *NEEDED.get(command, ()), *words.split())
+    assert error in error_line(capsys, command, *REQUIRED.get(command, ()), *words.split())
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,11 @@ def test_what_cannot_run_says_why(
 def test_a_missing_package_has_its_install_command(
     missing: str, words: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == missing else find(name, *a))
-    said = refused(capsys, *words.split())
-    assert missing in said
-    assert said.endswith(f"pip install 'contrastile[{extra}]'\n")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == missing else find_spec(name, *a))
+    error = error_line(capsys, *words.split())
+    assert missing in error
+    assert error.endswith(f"pip install 'contrastile[{extra}]'\n")
 
 
 @pytest.mark.parametrize("source", ["raise SystemExit(0)", "raise ValueError('two\\nlines')"])
@@ -61,10 +61,10 @@ def test_a_backend_whose_import_raises_is_named(
 ) -> None:
     (tmp_path / "raises_on_import.py").write_text(source + "\n")
     monkeypatch.syspath_prepend(tmp_path)
-    said = "SystemExit: 0" if "Exit" in source else "ValueError: two lines"
+    reason = "SystemExit: 0" if "Exit" in source else "ValueError: two lines"
     for command in ("verify", "bench"):
-        found = refused(capsys, command, "--backend", "raises_on_import:backend")
-        assert found == f"contrastile {command}: backend 'raises_on_import:backend' raised {said}\n"
+        error = error_line(capsys, command, "--backend", "raises_on_import:backend")
+        assert error == f"contrastile {command}: backend 'raises_on_import:backend' raised {reason}\n"
 
 
 @pytest.mark.parametrize(
@@ -81,5 +81,5 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     words: str, work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(f"contrastile.{work}", None)
-    said = refused(capsys, *words.split(), str(tmp_path))
-    assert said.endswith(f": cannot write {tmp_path}: Is a directory\n")
+    error = error_line(capsys, *words.split(), str(tmp_path))
+    assert error.endswith(f": cannot write {tmp_path}: Is a directory\n")

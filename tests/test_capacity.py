@@ -1,4 +1,4 @@
-"""``contrastile plan``: what it says a step takes is what a step takes."""
+"""``contrastile plan``: the memory that it predicts for a step is the memory that a step takes."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from contrastile.comm.inprocess import InProcess, InProcessGroup
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 RECORDS = ("gpu_nvidia_h100_80gb_hbm3.json", "gpu_nvidia_h200_x4.json")
-WITHIN = 0.1
-"""What the command promises."""
+TOLERANCE = 0.1
+"""The relative error that the command promises."""
 
 
 def features(b: int, d: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
     return [torch.randn(b, d, device=device).to(dtype).requires_grad_() for _ in range(2)]
 
 
-def step(pair: list[Tensor], **how: Any) -> Any:
+def step(pair: list[Tensor], **options: Any) -> Any:
     leaves = [*pair, torch.tensor(0.1, requires_grad=True)]
-    value = contrastile.clip_loss(*leaves, **how)
+    value = contrastile.clip_loss(*leaves, **options)
     return value, torch.autograd.grad(value, leaves)
 
 
-def close(said: float, measured: float) -> bool:
-    return abs(said / measured - 1) <= WITHIN
+def is_close(predicted: float, measured: float) -> bool:
+    return abs(predicted / measured - 1) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -49,37 +49,38 @@ def test_the_loss_on_a_cpu(b: int, d: int, dtype: str) -> None:
     pair = features(b, d, getattr(torch, dtype))
     step(pair)
     setup = Setup(batch=b, dim=d, dtype=dtype, device="cpu")
-    assert close(total(loss_items(setup, load("torch"), "local")), peak_extra(lambda: step(pair), "torch", "cpu"))
+    assert is_close(total(loss_items(setup, load("torch"), "local")), peak_extra(lambda: step(pair), "torch", "cpu"))
 
 
 def test_the_whole_loss_on_every_rank() -> None:
     counts, d = (1000, 500), 256
-    # a message of this process is a copy, which lies until the other rank takes it
+    # a message between ranks of one process is a copy, which exists until the other rank takes it
     copies = 2 * counts[0] * d * 4
 
     def program(comm: InProcess) -> tuple[int, int]:
         pair = features(counts[comm.rank], d, torch.float32)
-        how: dict[str, Any] = {"group": comm, "exchange": "replicate", "backend": "torch"}
-        _, (gradient, *_) = step(pair, **how)
-        peak = peak_extra(lambda: step(pair, **how), "torch", "cpu") if comm.rank == 0 else len(step(pair, **how))
+        options: dict[str, Any] = {"group": comm, "exchange": "replicate", "backend": "torch"}
+        _, (gradient, *_) = step(pair, **options)
+        measured = comm.rank == 0
+        peak = peak_extra(lambda: step(pair, **options), "torch", "cpu") if measured else len(step(pair, **options))
         return peak, gradient.untyped_storage().nbytes()
 
-    ((peak, held), _) = InProcessGroup[tuple[int, int]](len(counts)).run(program)
+    ((peak, kept_bytes), _) = InProcessGroup[tuple[int, int]](len(counts)).run(program)
     setup = Setup(batch=sum(counts), dim=d, gpus=len(counts), dtype="float32", device="cpu")
-    assert close(total(loss_items(setup, load("torch"), "replicate")) + copies, peak)
-    # what a cached step keeps of them for the second pass
-    assert held == sum(counts) * d * 4
+    assert is_close(total(loss_items(setup, load("torch"), "replicate")) + copies, peak)
+    # a cached step keeps the gradients of all ranks for its second pass
+    assert kept_bytes == sum(counts) * d * 4
 
 
 def test_features_on_the_host() -> None:
     b, d, block, dtype = 600, 256, 256, torch.bfloat16
     pair = features(b, d, dtype)
     step(pair, block=block)
-    # on a CPU what is kept at home counts too: both gradients, and the columns' sums
-    home = 2 * b * d * 2 + b * d * 4
+    # on a CPU the arrays on the host count too: both gradients, and the sums of the columns
+    host_bytes = 2 * b * d * 2 + b * d * 4
     setup = Setup(batch=b, dim=d, dtype="bfloat16", device="cpu")
-    said = total(offloaded_items(setup, load("torch"), block))
-    assert close(said + home, peak_extra(lambda: step(pair, block=block), "torch", "cpu"))
+    predicted = total(offloaded_items(setup, load("torch"), block))
+    assert is_close(predicted + host_bytes, peak_extra(lambda: step(pair, block=block), "torch", "cpu"))
 
 
 def test_a_cached_step() -> None:
@@ -87,28 +88,28 @@ def test_a_cached_step() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 1024), nn.Tanh(), nn.Linear(1024, d))
     inputs = [torch.randn(b, 16) for _ in range(2)]
-    for p in net.parameters():
-        p.grad = torch.zeros_like(p)
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
 
-    def alone(rows: int) -> int:
+    def peak_bytes(rows: int) -> int:
         return peak_extra(lambda: net(inputs[0][:rows]).sum().backward(), "torch", "cpu")
 
-    sample = (alone(2 * chunk) - alone(chunk)) / chunk
-    # embeddings and gradients, and the activations of somewhat more than a chunk
-    memory = (4 * b * d * 4 + 1.5 * chunk * sample) / capacity.PLANNED
-    setup = Setup(b, d, 1, "float32", sample / 2**20, memory_gib=memory / 2**30, device="cpu")
+    sample_bytes = (peak_bytes(2 * chunk) - peak_bytes(chunk)) / chunk
+    # embeddings and gradients, and the activations of 1.5 chunks
+    memory = (4 * b * d * 4 + 1.5 * chunk * sample_bytes) / capacity.PLANNED
+    setup = Setup(b, d, 1, "float32", sample_bytes / 2**20, memory_gib=memory / 2**30, device="cpu")
     cached = capacity.capacity(setup).ways[1]
     assert cached.chunk == chunk
 
-    def measured() -> Any:
+    def run_cached_step() -> Any:
         return training.cached_step((net, net), tuple(inputs), contrastile.clip_loss, scale=1.0, chunk=chunk)
 
-    measured()
-    assert close(cached.bytes, peak_extra(measured, "torch", "cpu"))
+    run_cached_step()
+    assert is_close(cached.bytes, peak_extra(run_cached_step, "torch", "cpu"))
 
 
 def backend_of(name: str) -> Backend:
-    """A backend's record; of cupy, which needs a GPU to be loaded, what is asked of it here."""
+    """A backend; cupy needs a GPU to be loaded, so torch with cupy's footprint takes its place."""
     if name != "cupy":
         return load(name)
 
@@ -118,23 +119,23 @@ def backend_of(name: str) -> Backend:
     return replace(load("torch"), name="cupy", finished=lambda *_: None, footprint=footprint)  # type: ignore[arg-type,return-value]
 
 
-def recorded() -> list[tuple[str, int, str, int, int, int]]:
-    """Peaks on GPUs: backend, ranks, exchange, batch, width, bytes. Those of small problems, in graphs, are others."""
-    found = {}
+def recorded_peaks() -> list[tuple[str, int, str, int, int, int]]:
+    """Recorded peaks of large problems: backend, ranks, exchange, batch, width, bytes. Small problems run in graphs."""
+    peaks = {}
     for name in RECORDS:
         for row in json.loads((RESULTS / name).read_text(encoding="utf-8"))["times"]:
             backend = row["name"].removeprefix("contrastile ")
-            large = row.get("peak_bytes") and row["what"] == "both" and row["b"] // row["n"] >= 16384
-            # the records of a gather are of an older schedule
-            if large and backend in ("torch", "triton", "cupy") and row["exchange"] in ("local", "ring"):
-                found[backend, row["n"], row["exchange"], row["b"], row["d"]] = row["peak_bytes"]
-    return [(*key, peak) for key, peak in found.items()]
+            is_large = row.get("peak_bytes") and row["what"] == "both" and row["b"] // row["n"] >= 16384
+            # an older schedule made the records of gather
+            if is_large and backend in ("torch", "triton", "cupy") and row["exchange"] in ("local", "ring"):
+                peaks[backend, row["n"], row["exchange"], row["b"], row["d"]] = row["peak_bytes"]
+    return [(*key, peak) for key, peak in peaks.items()]
 
 
-@pytest.mark.parametrize(("name", "n", "exchange", "b", "d", "peak"), recorded())
+@pytest.mark.parametrize(("name", "n", "exchange", "b", "d", "peak"), recorded_peaks())
 def test_the_loss_on_recorded_gpus(name: str, n: int, exchange: str, b: int, d: int, peak: int) -> None:
     setup = Setup(batch=b, dim=d, gpus=n, dtype="bfloat16")
-    assert close(total(loss_items(setup, backend_of(name), exchange)), peak)
+    assert is_close(total(loss_items(setup, backend_of(name), exchange)), peak)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -147,29 +148,29 @@ def test_the_loss_on_a_gpu(name: str) -> None:
         step(pair, backend=name)
         setup = Setup(batch=b, dim=d, dtype=dtype)
         measured = peak_extra(lambda pair=pair: step(pair, backend=name), "torch", "cuda")  # type: ignore[misc]
-        assert close(total(loss_items(setup, load(name), "local")), measured), (b, d, dtype)
+        assert is_close(total(loss_items(setup, load(name), "local")), measured), (b, d, dtype)
 
 
-def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+def run_plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     code = cli.main(["plan", "--backend", "torch", *words])
-    said = capsys.readouterr()
-    return code, said.out + said.err
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
 
 
-def test_what_is_written_adds_up_and_what_is_said_is_no_wider_than_a_terminal(
+def test_the_items_of_each_way_add_up_and_the_output_fits_a_terminal(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Which way is taken, and in which words: contrastile/verify/calls.txt."""
-    given = ("--batch", "65536", "--dim", "512", "--encoder-mib-per-sample", "10", "--json", str(tmp_path / "x"))
-    code, said = asked(capsys, *given, "--memory-gib", "80", "--gpus", "64", "--per-host", "8", "--host-ms", "0")
-    assert (code, "600 TFLOP/s" in said, max(map(len, said.splitlines())) <= 80) == (0, True, True)
-    found = json.loads((tmp_path / "x").read_text(encoding="utf-8"))
-    assert all(way["bytes"] == sum(x["bytes"] for x in way["items"]) for way in found["ways"])
+    """contrastile/verify/calls.txt tests which way is chosen and how the output words it."""
+    words = ("--batch", "65536", "--dim", "512", "--encoder-mib-per-sample", "10", "--json", str(tmp_path / "x"))
+    code, output = run_plan(capsys, *words, "--memory-gib", "80", "--gpus", "64", "--per-host", "8", "--host-ms", "0")
+    assert (code, "600 TFLOP/s" in output, max(map(len, output.splitlines())) <= 80) == (0, True, True)
+    document = json.loads((tmp_path / "x").read_text(encoding="utf-8"))
+    assert all(way["bytes"] == sum(item["bytes"] for item in way["items"]) for way in document["ways"])
 
 
-def test_the_memory_is_that_of_the_device(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = asked(capsys, "--batch", "9", "--dim", "5", "--device", "cpu")
+def test_the_default_memory_is_that_of_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    code, output = run_plan(capsys, "--batch", "9", "--dim", "5", "--device", "cpu")
     assert code == 0
     if not torch.cuda.is_available():
-        code, text = asked(capsys, "--batch", "9", "--dim", "5")
-        assert (code, "give --memory-gib" in text) == (2, True)
+        code, output = run_plan(capsys, "--batch", "9", "--dim", "5")
+        assert (code, "give --memory-gib" in output) == (2, True)

@@ -1,4 +1,4 @@
-"""What the documentation shows runs as written, and the site builds."""
+"""The code and the commands of the documentation run as written, and the site builds."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ RUN_ELSEWHERE = {
     "docs/tutorials/examples.md": "tests/examples/test_examples.py",
     "docs/tutorials/tiny-clip.md": "tests/examples/test_scripts.py",
 }
-# the module of the file that the page shows; a compiler's backend that needs no C++ compiler
-STANDING_IN = {
+# an existing module for the file that the page shows; a compiler's backend that needs no C++ compiler
+REPLACEMENTS = {
     "my_module:backend": "contrastile.backends.numpy:backend",
     "compile(fullgraph=True)": 'compile(fullgraph=True, backend="eager")',
 }
 
-# more options, with which a command of a page takes seconds
-SHORTER = {
+# options that shorten a command of a page to seconds
+SHORTER_OPTIONS = {
     "--world": "--case smoke --property ring --dtype float32",
     "contrastile verify": "--case smoke --property value --dtype float32",
     "contrastile bench": "--batch 64 --repeat 1 --no-memory",
@@ -45,58 +45,58 @@ SHORTER = {
 
 def links(page: Path) -> list[str]:
     """The relative links of a page."""
-    found = re.findall(r"\]\(([^)#\s]+)[^)\s]*\)", page.read_text(encoding="utf-8"))
-    return [target for target in found if "://" not in target]
+    targets = re.findall(r"\]\(([^)#\s]+)[^)\s]*\)", page.read_text(encoding="utf-8"))
+    return [target for target in targets if "://" not in target]
 
 
-def named(page: Path) -> str:
+def page_name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page.read_text(encoding="utf-8"))], ids=named)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page.read_text(encoding="utf-8"))], ids=page_name)
 def test_the_python_blocks_of_a_page_run_from_top_to_bottom(page: Path) -> None:
-    if named(page) in RUN_ELSEWHERE:
-        assert page.name in (ROOT / RUN_ELSEWHERE[named(page)]).read_text(encoding="utf-8")
+    if page_name(page) in RUN_ELSEWHERE:
+        assert page.name in (ROOT / RUN_ELSEWHERE[page_name(page)]).read_text(encoding="utf-8")
         return
     scope = {"__name__": "__main__"}
     block_and_output = r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?"
     for source, output in re.findall(block_and_output, page.read_text(encoding="utf-8"), re.M | re.S):
-        for shown_name, name in STANDING_IN.items():
-            source = source.replace(shown_name, name)
-        said = printed(source, scope)
-        assert not output or masked(said) == masked(output)
+        for shown, replacement in REPLACEMENTS.items():
+            source = source.replace(shown, replacement)
+        printed_text = printed(source, scope)
+        assert not output or masked(printed_text) == masked(output)
 
 
 def commands(page: Path) -> list[tuple[str, str]]:
     """The commands of a page that need no clone and no launcher, each with the output that follows it."""
     blocks_and_outputs = r"^```([^\n]*)\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?"
-    found = []
+    commands_and_outputs = []
     for language, block, output in re.findall(blocks_and_outputs, page.read_text(encoding="utf-8"), re.M | re.S):
         for line in () if language else block.splitlines():
             command = line.partition("  #")[0].strip()
             if re.match(r"(contrastile|pytest) ", f"{command} "):
-                found.append((command, output))
-    return [each for each in found if "peers." not in each[0]]
+                commands_and_outputs.append((command, output))
+    return [pair for pair in commands_and_outputs if "peers." not in pair[0]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=named)
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=page_name)
 def test_the_commands_of_a_page_run_in_order_in_an_empty_folder(page: Path, tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for source, name in re.findall(r'^```python\n((?:"""(\w+\.py)""")?.*?)^```', text, re.M | re.S):
         (tmp_path / (name or "other.py")).write_text(source, encoding="utf-8")
     paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    # as a reader's, whose CPU runs no kernels in Triton's interpreter
+    # as on a reader's machine, where Triton interprets no kernels
     environment = os.environ | {"TRITON_INTERPRET": "0", "PATH": paths}
     for command, output in commands(page):
-        shorter = next((more for part, more in SHORTER.items() if part in command), "")
+        shorter = next((options for part, options in SHORTER_OPTIONS.items() if part in command), "")
         words = f"{re.sub('my.module:', 'contrastile.backends.numpy:', command)} {shorter}"
-        ended = subprocess.run(words, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert ended.returncode == 0, f"{words}\n{ended.stdout}{ended.stderr}"
-        assert not output or masked(ended.stdout) == masked(output)
+        completed = subprocess.run(words, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert completed.returncode == 0, f"{words}\n{completed.stdout}{completed.stderr}"
+        assert not output or masked(completed.stdout) == masked(output)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CONTRIBUTING.md"], ids=named)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CONTRIBUTING.md"], ids=page_name)
 def test_code_of_a_page_is_read_without_scrolling(page: Path) -> None:
     for block in re.findall(r"^```[^\n]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
         for line in block.splitlines():
@@ -107,14 +107,14 @@ def test_pages_and_charts_are_what_records_and_code_say() -> None:
     assert make_pages.main(["--check"]) == 0, "run: python scripts/make_pages.py"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if links(page)], ids=named)
-def test_links_between_pages_lead_somewhere(page: Path) -> None:
+@pytest.mark.parametrize("page", [page for page in PAGES if links(page)], ids=page_name)
+def test_links_between_pages_lead_to_files(page: Path) -> None:
     for target in links(page):
         assert (page.parent / target).exists(), f"{page}: {target}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "reference" not in page.parts], ids=named)
-def test_a_code_host_shows_no_directive_as_it_stands(page: Path) -> None:
+@pytest.mark.parametrize("page", [page for page in PAGES if "reference" not in page.parts], ids=page_name)
+def test_pages_have_no_directive_that_a_code_host_would_show_as_text(page: Path) -> None:
     assert not re.search(r"^(:::|--8<--|!!!|\?\?\?) ", page.read_text(encoding="utf-8"), re.M)
 
 
@@ -122,13 +122,13 @@ def test_the_smallest_text_of_every_chart_is_legible_on_a_phone() -> None:
     for path in [*(ROOT / "docs" / "assets").glob("home*.svg"), *(ROOT / "docs" / "results").glob("*.svg")]:
         text = path.read_text(encoding="utf-8")
         width = float(re.findall(r'viewBox="0 0 ([\d.]+)', text)[0])
-        # that of the column; other charts scroll in 31rem, and phones are not given this one
-        shown = {"home-phone": 358, "home": 705}.get(path.stem, 620)
-        assert min(map(float, re.findall(r"font-size: ([\d.]+)px", text))) * shown / width >= 9, path
+        # in pixels: phones show home-phone and not home; other charts scroll at a width of 31rem
+        shown_width = {"home-phone": 358, "home": 705}.get(path.stem, 620)
+        assert min(map(float, re.findall(r"font-size: ([\d.]+)px", text))) * shown_width / width >= 9, path
 
 
 def test_no_equation_of_a_docstring_is_taken_for_html() -> None:
-    """``<q_i, k_j>`` outside of code is a tag, which a browser does not show."""
+    """A browser takes ``<q_i, k_j>`` outside of code for a tag and does not show it."""
     for file in (ROOT / "contrastile").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
@@ -141,6 +141,6 @@ def test_no_equation_of_a_docstring_is_taken_for_html() -> None:
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path / "site")]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
-    assert ended.returncode == 0, ended.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    assert completed.returncode == 0, completed.stderr
     assert (tmp_path / "site" / "index.html").exists()

@@ -1,4 +1,4 @@
-"""Imports run one way, and importing the package brings nothing heavy with it."""
+"""Imports run one way, and importing the package imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "contrastile"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# each layer may import itself and what stands below it
+# a layer may import itself and the layers above it in this list
 LAYERS = [
     {"oracle"},
     {"backends.contract", "backends.pairs"},
@@ -46,14 +46,14 @@ OPTIONAL = {
     *("torch", "triton", "cupy", "cuda", "ml_dtypes", "mpi4py", "hypothesis", "rich", "matplotlib", "pytest"),
     *("sentence_transformers", "transformers", "open_clip", "lightning", "accelerate"),
 }
-# the packages that each optional import is confined to
-FRAMES = (
+# the modules that may import each optional package
+TORCH_USERS = (
     *("autograd", "nn", "training", "retrieval", "integrations", "validation", "verify", "mutate", "bench", "doctor"),
     "environment",
     *(f"backends.{name}" for name in ("arrays", "choice", "eager", "replay", "staging")),
 )
 HOMES = {
-    "torch": (*FRAMES, "backends.torch", "backends.triton", "comm.torch_group"),
+    "torch": (*TORCH_USERS, "backends.torch", "backends.triton", "comm.torch_group"),
     "triton": ("backends.triton",),
     "cupy": ("backends.cupy", "comm.nccl"),
     "cuda": ("backends.cupy",),
@@ -78,16 +78,16 @@ def within(module: str, package: str) -> bool:
 
 
 def layer(module: str) -> int:
-    """The place of the longest name in LAYERS that holds the module."""
-    homes = [(len(name), place) for place, names in enumerate(LAYERS) for name in names if within(module, name)]
-    assert homes, f"contrastile.{module} stands in no layer of tests/test_import.py: give it its place"
-    return max(homes)[1]
+    """The index in LAYERS of the longest name that contains the module."""
+    matches = [(len(name), index) for index, names in enumerate(LAYERS) for name in names if within(module, name)]
+    assert matches, f"contrastile.{module} stands in no layer of tests/test_import.py: give it its place"
+    return max(matches)[1]
 
 
 @cache
 def imports(path: Path, *, for_types: bool = False) -> set[str]:
-    """Every module that a file imports; imports for type checkers alone do not run, and count only ``for_types``."""
-    found: set[str] = set()
+    """Every module that a file imports; ``for_types`` includes imports under TYPE_CHECKING, which never run."""
+    imported: set[str] = set()
     tree = ast.parse(path.read_text(encoding="utf-8"))
     typing_only = {
         id(child)
@@ -100,18 +100,18 @@ def imports(path: Path, *, for_types: bool = False) -> set[str]:
         if id(node) in typing_only and not for_types:
             continue
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: write imports in full"
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             # "from package import module" imports the module; "from module import name" imports the module
-            found |= {name if is_module(name) else str(node.module) for name in names}
-    return found
+            imported |= {name if is_module(name) else str(node.module) for name in names}
+    return imported
 
 
 def is_module(name: str) -> bool:
-    place = ROOT.joinpath(*name.split("."))
-    return place.with_suffix(".py").exists() or (place / "__init__.py").exists()
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
 def inside(names: set[str]) -> set[str]:
@@ -132,29 +132,29 @@ def test_imports_run_one_way_and_optional_packages_stay_where_they_are_needed(pa
 
 
 @pytest.mark.parametrize("judge", ["verify.truth", "verify.bounds", "verify.losses.arguments", "verify.losses.allowed"])
-def test_truth_and_bounds_come_from_nothing_that_they_judge(judge: str) -> None:
-    """Of the schedules they know the record of a problem alone, and of what stands above nothing."""
-    known = {name_of(path): inside(imports(path)) for path in MODULES}
-    seen, left = set[str](), {judge}
-    while left:
-        seen |= left
-        left = {name for module in left for name in known[module]} - seen
+def test_truth_and_bounds_import_nothing_that_they_judge(judge: str) -> None:
+    """Of all that they judge they import only the records of a problem and of its placement."""
+    imports_of = {name_of(path): inside(imports(path)) for path in MODULES}
+    visited, pending = set[str](), {judge}
+    while pending:
+        visited |= pending
+        pending = {name for module in pending for name in imports_of[module]} - visited
     judged = ("problems", "validation", "plan", "evaluation", "autograd", "losses", "nn", "training", "schedules")
-    found = {name for name in seen if any(within(name, package) for package in judged)}
-    assert found == {"schedules.problem", "schedules.placement"}
+    imported = {name for name in visited if any(within(name, package) for package in judged)}
+    assert imported == {"schedules.problem", "schedules.placement"}
 
 
 @pytest.mark.parametrize("path", [*PACKAGE.glob("backends/*/**/*.py")], ids=name_of)
-def test_a_backend_knows_no_other_backend_no_autograd_and_no_loss(path: Path) -> None:
-    own = ".".join(name_of(path).split(".")[:2])
+def test_a_backend_imports_no_other_backend_no_autograd_and_no_loss(path: Path) -> None:
+    backend = ".".join(name_of(path).split(".")[:2])
     for imported in inside(imports(path)):
         names = ("contract", "arrays", "bars", "compiling", "crossing", "pairs", "passes", "settings")
         shared = {f"backends.{name}" for name in names}
-        assert within(imported, own) or imported in shared or within(imported, "oracle"), imported
+        assert within(imported, backend) or imported in shared or within(imported, "oracle"), imported
 
 
-def test_files_import_each_other_in_no_circle() -> None:
-    """Imports within functions and for type checkers count: who reads a file reads what it takes from others."""
+def test_imports_have_no_cycle() -> None:
+    """Imports in functions and for type checkers count too, because a reader follows them."""
     TopologicalSorter({name_of(path): inside(imports(path, for_types=True)) for path in MODULES}).prepare()
 
 
@@ -177,19 +177,19 @@ def test_nothing_optional_is_imported_before_it_is_needed(statement: str) -> Non
         assert not {name for name in loaded if any(within(name, package) for package in lazy)}
 
 
-def test_the_walks_through_the_house_name_what_is_there() -> None:
+def test_the_reading_orders_of_contributing_name_existing_code() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    walks = [re.findall(r"`([\w/]+\.py):(\w+)`", line) for line in page.splitlines() if line.count(".py:") > 1]
-    assert len(walks) == 5
-    assert max(map(len, walks)) <= 8
-    for file, name in (stop for walk in walks for stop in walk):
+    orders = [re.findall(r"`([\w/]+\.py):(\w+)`", line) for line in page.splitlines() if line.count(".py:") > 1]
+    assert len(orders) == 5
+    assert max(map(len, orders)) <= 8
+    for file, name in (entry for order in orders for entry in order):
         tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
-        defined = {x.name for x in tree.body if isinstance(x, ast.FunctionDef | ast.ClassDef)}
+        defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         assert name in defined, f"{file}:{name}"
 
 
-def test_no_file_is_too_long_to_hold_in_the_head() -> None:
+def test_no_file_is_longer_than_500_lines() -> None:
     folders = ("contrastile", "tests", "benchmarks", "scripts", "examples")
-    files = [x for folder in folders for end in ("py", "cu", "cuh") for x in (ROOT / folder).rglob(f"*.{end}")]
+    files = [file for folder in folders for end in ("py", "cu", "cuh") for file in (ROOT / folder).rglob(f"*.{end}")]
     assert len(files) > 200
-    assert {str(x): n for x in files if (n := len(x.read_text(encoding="utf-8").splitlines())) > 500} == {}
+    assert {str(file): n for file in files if (n := len(file.read_text(encoding="utf-8").splitlines())) > 500} == {}

@@ -1,4 +1,4 @@
-"""The README is true: its example runs as written, and what it names is there."""
+"""The README is true: its example runs as written, and every name in it exists."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_target_of_make_exists() -> None:
     assert {"verify", "test"} <= named - {""} <= targets
 
 
-def test_the_commands_are_those_of_the_command_line() -> None:
+def test_the_page_of_commands_has_every_command() -> None:
     page = read("docs/reference/command-line.md")
     named = set(re.findall(r"^## ([a-z]+)$", page, re.M))
     assert named == set(COMMANDS)
@@ -45,22 +45,22 @@ def test_the_commands_are_those_of_the_command_line() -> None:
         assert importlib.util.find_spec(module) is not None, module
 
 
-def test_the_front_door_has_the_names_and_arguments_of_the_table() -> None:
+def test_the_package_has_the_names_and_arguments_of_the_table_of_losses() -> None:
     page = read("docs/reference/losses.md")
     rows = re.findall(r"^\| `contrastile\.(\w+)\(([^)]*)\)` \|", page, re.M)
     assert {name for name, _ in rows} == set(contrastile.__all__) - {"__version__"}
-    for name, arguments in rows:
+    for name, signature in rows:
         parameters = inspect.signature(getattr(contrastile, name)).parameters
-        given = [argument.strip() for argument in arguments.split(",")]
-        positional = [argument for argument in given if not argument.endswith("=")]
+        names = [argument.strip() for argument in signature.split(",")]
+        positional = [argument for argument in names if not argument.endswith("=")]
         assert list(parameters)[: len(positional)] == positional
-        for keyword in set(given) - set(positional):
+        for keyword in set(names) - set(positional):
             assert parameters[keyword.rstrip("=")].kind is inspect.Parameter.KEYWORD_ONLY
     with pytest.raises(AttributeError, match="no attribute 'clip'"):
         contrastile.clip  # noqa: B018
 
 
-def test_every_extra_is_one_of_the_project_s() -> None:
+def test_the_documented_extras_are_those_of_the_project() -> None:
     page = read("docs/tutorials/install.md")
     named = re.findall(r"contrastile\[([a-z,]+)\]", README + page)
     extras = {extra for names in named for extra in names.split(",")}
@@ -85,8 +85,8 @@ def test_with_an_address_in_pyproject_the_package_s_readme_has_no_relative_link(
             shutil.copy(ROOT / file, folder)
         (folder / "pyproject.toml").write_text(text, encoding="utf-8")
         subprocess.run([sys.executable, "setup.py", "--quiet", "egg_info"], cwd=folder, check=True, capture_output=True)
-        found = (folder / "contrastile.egg-info" / "PKG-INFO").read_text(encoding="utf-8")
-        links[name] = re.findall(r"\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", found)
+        metadata = (folder / "contrastile.egg-info" / "PKG-INFO").read_text(encoding="utf-8")
+        links[name] = re.findall(r"\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", metadata)
     assert len(links["without"]) == len(links["with"]) > 5
-    assert all(any(link.startswith("https://") for link in each) for each in links["with"])
-    assert not any(link.startswith("https://") for each in links["without"] for link in each)
+    assert all(any(target.startswith("https://") for target in targets) for targets in links["with"])
+    assert not any(target.startswith("https://") for targets in links["without"] for target in targets)

@@ -1,9 +1,9 @@
-"""docs/how-to/switching.md: the loss that replaces another library's has its value and its gradients.
+"""docs/how-to/switching.md: each loss equals the other library's loss that it replaces, and so do its gradients.
 
-Both sides are computed in float64, so they may differ by their roundings and no more. With X the largest possible
-logit, a logit is off by at most ``gamma(d + 3) X``, a sum over n columns of exponentials of it by ``gamma(n + 4)``
-besides, relatively, and a mean over m rows by ``gamma(m)``: every entry of G by ``gamma(d + n + m + 16) (2 + 4 X)`` of
-its largest value, 1, and a gradient by that for each of n columns of the longest feature times the scale.
+Both sides run in float64 and may differ by roundings alone. Let X be the largest possible logit. The error of a logit
+is at most ``gamma(d + 3) X``. A sum over n columns of its exponentials adds a relative error of ``gamma(n + 4)``, and a
+mean over m rows one of ``gamma(m)``. An entry of G is at most 1, so its error is at most ``gamma(d + n + m + 16) (2 + 4
+X)``. A gradient sums n such entries, each times the scale and the longest feature.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def functions(section: str) -> dict[str, Any]:
 
 
 def features(*rows: int | tuple[int, int]) -> list[torch.Tensor]:
-    """Unit features that want gradients."""
-    draw = torch.Generator().manual_seed(31)
+    """Unit features that require gradients."""
+    generator = torch.Generator().manual_seed(31)
     shapes = [m if isinstance(m, tuple) else (m,) for m in rows]
-    drawn = (torch.randn(*shape, D, dtype=torch.float64, generator=draw) for shape in shapes)
+    drawn = (torch.randn(*shape, D, dtype=torch.float64, generator=generator) for shape in shapes)
     return [torch.nn.functional.normalize(x, dim=-1).requires_grad_() for x in drawn]
 
 
@@ -62,24 +62,24 @@ ARGUMENTS: dict[str, Callable[[], list[Any]]] = {
 
 
 @pytest.mark.parametrize("section", list(ARGUMENTS))
-def test_ours_is_theirs(section: str) -> None:
-    scope, given = functions(section), ARGUMENTS[section]()
-    leaves = [x for x in given if x.requires_grad]
+def test_the_loss_equals_the_loss_that_it_replaces(section: str) -> None:
+    scope, arguments = functions(section), ARGUMENTS[section]()
+    leaves = [x for x in arguments if x.requires_grad]
     n, largest = sum(x.numel() // D for x in leaves if x.ndim), SCALE + abs(BIAS)
-    allowed = n * gamma(UNIT["float64"] * (D + M + n + 16)) * (2 + 4 * largest) * (1 + SCALE)
-    theirs, ours = (scope[name](*given) for name in ("theirs", "ours"))
-    assert abs(theirs.item() - ours.item()) <= allowed
-    expected, found = (torch.autograd.grad(loss, leaves) for loss in (theirs, ours))
-    for leaf, x, y in zip(leaves, expected, found, strict=True):
-        # a temperature's gradient is the scale's, times the scale squared
-        assert (x - y).abs().max().item() <= allowed * (1 if leaf.ndim else 1 + SCALE**2), section
+    tolerance = n * gamma(UNIT["float64"] * (D + M + n + 16)) * (2 + 4 * largest) * (1 + SCALE)
+    theirs, ours = (scope[name](*arguments) for name in ("theirs", "ours"))
+    assert abs(theirs.item() - ours.item()) <= tolerance
+    expected_gradients, gradients = (torch.autograd.grad(loss, leaves) for loss in (theirs, ours))
+    for leaf, x, y in zip(leaves, expected_gradients, gradients, strict=True):
+        # the gradient of a temperature is that of the scale, times the scale squared
+        assert (x - y).abs().max().item() <= tolerance * (1 if leaf.ndim else 1 + SCALE**2), section
 
 
-def test_the_module_that_replaces_open_clip_s() -> None:
+def test_the_module_equals_the_module_of_open_clip_that_it_replaces() -> None:
     image, text = features(M, M)
-    found = functions("open_clip")["loss"](image, text, number(SCALE))
-    assert torch.equal(found, contrastile.clip_loss(image, text, number(SCALE)))
+    loss = functions("open_clip")["loss"](image, text, number(SCALE))
+    assert torch.equal(loss, contrastile.clip_loss(image, text, number(SCALE)))
 
 
-def test_every_section_with_both_sides_is_held_to_it() -> None:
+def test_every_section_that_shows_both_losses_is_tested() -> None:
     assert [name for name in SECTIONS if "ours" in functions(name)] == list(ARGUMENTS)
