@@ -1,7 +1,7 @@
-"""NumPy in CuPy's place, so that the cupy backend's host code runs without a GPU, and blocks for it.
+"""NumPy in place of CuPy, so that the host code of the cupy backend runs without a GPU, and blocks for its tests.
 
-``cupy_modules`` imports the backend's modules over it. ``hosted`` replaces launches and products, too: kernels compute
-nothing here; what they compute is held to the oracle on a GPU.
+``cupy_modules`` imports the backend's modules over this stand-in. ``hosted`` also replaces launches and products, so
+that nothing is computed. Tests on a GPU compare the kernels with the oracle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CAPABILITY = "90"
 
 
 class Device:
-    """A GPU that is not there."""
+    """A stand-in for a GPU."""
 
     def __init__(self, number: int = 0) -> None:
         self.id = number
@@ -39,7 +39,7 @@ class Device:
 
 
 class Array(np.ndarray):
-    """A NumPy array with what CuPy's have more, or otherwise."""
+    """A NumPy array with the attributes of CuPy's arrays that NumPy's lack or define otherwise."""
 
     @property
     def device(self) -> Any:
@@ -54,25 +54,25 @@ class Array(np.ndarray):
 
 
 class _Module(ModuleType):
-    """``cupy``: NumPy's functions, what they return being arrays of this file."""
+    """``cupy``: NumPy's functions, which return an ``Array`` where NumPy returns an array or a scalar."""
 
     ndarray = Array
     generic = np.generic
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(np, name)
-        if not callable(found) or isinstance(found, type):
-            return found
+        attribute = getattr(np, name)
+        if not callable(attribute) or isinstance(attribute, type):
+            return attribute
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            result = found(*args, **kwargs)
+            result = attribute(*args, **kwargs)
             return np.asarray(result).view(Array) if isinstance(result, np.ndarray | np.generic) else result
 
         return call
 
 
-def stand_in() -> ModuleType:
-    """The module."""
+def cupy_stand_in() -> ModuleType:
+    """A module that is imported as ``cupy``."""
     module: Any = _Module("cupy")
     module.cuda = SimpleNamespace(
         Device=Device,
@@ -86,34 +86,34 @@ def stand_in() -> ModuleType:
 
 @contextmanager
 def cupy_modules(*names: str) -> Iterator[list[Any]]:
-    """The backend's modules of these names, imported while ``cupy`` is the stand-in."""
-    kept = {name: module for name, module in sys.modules.items() if name.startswith(f"{PACKAGE}.")}
+    """Import modules of the backend by name while the stand-in is ``cupy``; the former modules return at the end."""
+    former_modules = {name: module for name, module in sys.modules.items() if name.startswith(f"{PACKAGE}.")}
     package = importlib.import_module(PACKAGE)
-    attributes = dict(vars(package))
+    former_attributes = dict(vars(package))
     driver = SimpleNamespace(CUtensorMapDataType=None)
     bindings: Any = ModuleType("cuda.bindings")
     bindings.driver = driver
     bindings.nvrtc = SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0))
-    replaced: dict[str, Any] = {"cupy": stand_in(), "cuda": ModuleType("cuda")}
-    replaced |= {"cuda.bindings": bindings, "cuda.bindings.driver": driver}
-    for name in kept:
+    replacements: dict[str, Any] = {"cupy": cupy_stand_in(), "cuda": ModuleType("cuda")}
+    replacements |= {"cuda.bindings": bindings, "cuda.bindings.driver": driver}
+    for name in former_modules:
         del sys.modules[name]
     try:
-        with mock.patch.dict(sys.modules, replaced):
+        with mock.patch.dict(sys.modules, replacements):
             yield [importlib.import_module(f"{PACKAGE}.{name}") for name in names]
     finally:
         for name in [x for x in sys.modules if x.startswith(f"{PACKAGE}.")]:
             del sys.modules[name]
-        sys.modules.update(kept)
-        # an import leaves a submodule in its package too, where the next one would find it
-        for name in vars(package).keys() - attributes.keys():
+        sys.modules.update(former_modules)
+        # an import also sets an attribute of the package, where the next import would find the module
+        for name in vars(package).keys() - former_attributes.keys():
             delattr(package, name)
-        vars(package).update(attributes)
+        vars(package).update(former_attributes)
 
 
 @contextmanager
 def hosted() -> Iterator[SimpleNamespace]:
-    """The modules, and ``launched``, the names of the kernels without their template arguments."""
+    """The backend's modules, and ``launched``: the names of the launched kernels without template arguments."""
     names = ("record", "launch", "products", "instances", "tiles", "build")
     with cupy_modules(*names) as modules, pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         host = SimpleNamespace(**dict(zip(names, modules, strict=True)), launched=[])
@@ -128,10 +128,10 @@ def hosted() -> Iterator[SimpleNamespace]:
             host.launch._loaded.add(instance)
             return launch
 
-        def product(self: Any, out: Any, g: Any, features: Any, *how: Any, **named: Any) -> None:
-            inner = g.T if how or named.get("transposed") else g
-            assert out.shape == (inner.shape[0], features.shape[1])
-            assert inner.shape[1] == features.shape[0]
+        def product(self: Any, out: Any, g: Any, features: Any, *flags: Any, **options: Any) -> None:
+            left_factor = g.T if flags or options.get("transposed") else g
+            assert out.shape == (left_factor.shape[0], features.shape[1])
+            assert left_factor.shape[1] == features.shape[0]
 
         patch.setattr(host.launch, "_kernel", kernel)
         host.compiled = []
@@ -167,17 +167,17 @@ def block(host: Any, shape: tuple[int, int, int], dtype: str = "bfloat16", kind:
     return Block(rows, columns, scale, bias, pairs)
 
 
-def weights(host: Any, given: Block, two_sided: bool = True, kept: Any = None) -> Weights:
-    """Weights for a block, of rows or of both sides."""
-    lengths = [x.shape[0] for x in (given.rows, given.columns)[: 1 + two_sided]]
+def weights(host: Any, block: Block, two_sided: bool = True, kept: Any = None) -> Weights:
+    """Weights for the rows of a block, or for both sides."""
+    lengths = [x.shape[0] for x in (block.rows, block.columns)[: 1 + two_sided]]
     arrays = host.record.backend.arrays
     kinds = ["float64"] * 2 + ["float32"] * 2
-    sides = [SideWeights(*(arrays.full((size,), 1.0, x, given.scale) for x in kinds)) for size in lengths]
+    sides = [SideWeights(*(arrays.full((size,), 1.0, x, block.scale) for x in kinds)) for size in lengths]
     return Weights(*sides, kept=kept)
 
 
-def sums(host: Any, given: Block) -> tuple[Any, Any]:
-    """Accumulators of both sides."""
+def sums(host: Any, block: Block) -> tuple[Any, Any]:
+    """Zeroed accumulators for the gradients of both sides."""
     arrays = host.record.backend.arrays
-    rows, columns = (arrays.full(x.shape, 0.0, "float32", given.scale) for x in (given.rows, given.columns))
+    rows, columns = (arrays.full(x.shape, 0.0, "float32", block.scale) for x in (block.rows, block.columns))
     return rows, columns

@@ -1,4 +1,4 @@
-"""Kernels that a call lacks: compiled side by side before anything is launched, and whoever waits is told."""
+"""A call compiles its missing kernels in parallel before it launches any, and reports a long wait."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def call(
             launched.append(name)
 
 
-def test_calls_in_two_threads_compile_side_by_side_and_launch_when_all_is_there() -> None:
+def test_calls_in_two_threads_compile_in_parallel_and_launch_when_all_kernels_exist() -> None:
     begin, meeting, logs = threading.Barrier(2), threading.Barrier(4), [list[str](), list[str]()]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda log: call(lambda: meeting.wait(20), set(), log, lambda: begin.wait(20)), logs))
-    # what comes before the first that is lacked is launched twice
+    # kernels before the first missing one are launched twice
     assert logs == [["known", "known", "a", "known", "b", "a"]] * 2
 
 
 @pytest.mark.parametrize("place", ["terminal", "log", "file"])
-def test_whoever_waits_long_is_told_once_and_an_error_is_the_call_s(
+def test_a_long_wait_is_reported_once_and_the_call_raises_the_error_of_its_compilation(
     place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:

@@ -1,4 +1,4 @@
-"""The triton backend under Triton's interpreter: the same kernels on the CPU, with tiles small enough to be many."""
+"""The triton backend's kernels on the CPU, under Triton's interpreter."""
 
 # ruff: noqa: E402
 from __future__ import annotations
@@ -22,14 +22,14 @@ from contrastile.backends.contract import (
     Weights,
 )
 from contrastile.backends.triton import backend, backward_pass
-from contrastile.backends.triton import tiles as words
+from contrastile.backends.triton import tiles as triton_tiles
 from contrastile.backends.triton.forward_pass import _ForwardPass as Forward
 from contrastile.verify.comparison import compare
 from contrastile.verify.draws import sigmoid_problem, softmax_problem
 from contrastile.verify.rounding import round_to
 from contrastile.verify.trial import Subject, Trial
 
-# the interpreter's NumPy warns where a kernel means its infinities
+# the interpreter's NumPy warns where a kernel computes infinities on purpose
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -39,20 +39,20 @@ def block(m: int = 37, n: int = 45, d: int = 24, scale: float = 5.0, dtype: Any 
     return Block(rows, columns, torch.tensor(scale), None, Pairs(positives=torch.arange(m)))
 
 
-def status(given: Block) -> int:
-    """The path the device chose: 0 fast, 1 safe."""
-    run = Forward(given, True, Options())
-    run.run()
-    return int(run.status[0])
+def status(block: Block) -> int:
+    """The path that the device chose: 0 fast, 1 safe."""
+    forward = Forward(block, True, Options())
+    forward.run()
+    return int(forward.status[0])
 
 
-def test_the_fast_path_is_taken_where_the_norms_prove_it_safe_and_only_there() -> None:
-    given = block()
-    unit = [torch.nn.functional.normalize(x) for x in (given.rows, given.columns)]
-    half = replace(given, rows=unit[0].half(), columns=unit[1].half())
+def test_the_fast_path_is_taken_only_where_the_norms_prove_it_safe() -> None:
+    plain = block()
+    unit_features = [torch.nn.functional.normalize(x) for x in (plain.rows, plain.columns)]
+    half = replace(plain, rows=unit_features[0].half(), columns=unit_features[1].half())
     assert status(half) == status(replace(half, scale=torch.tensor(100.0))) == 0
-    # tiles of float32 features have references of their own
-    assert status(replace(given, rows=unit[0], columns=unit[1])) == 1
+    # tiles of float32 features have their own references, so they take the safe path
+    assert status(replace(plain, rows=unit_features[0], columns=unit_features[1])) == 1
     assert status(replace(half, scale=torch.tensor(1e6))) == 1
     half.rows[3, 2] = float("nan")
     assert status(half) == 1
@@ -61,12 +61,12 @@ def test_the_fast_path_is_taken_where_the_norms_prove_it_safe_and_only_there() -
 @pytest.mark.parametrize(("scale", "fast"), [(20.0, 1), (100.0, 1), (300.0, 1), (1000.0, 0)])
 def test_the_fast_backward_is_taken_where_all_rows_are_certain(scale: float, fast: int) -> None:
     image = torch.eye(40, 48).half()
-    given = Block(image, image, torch.tensor(scale), None, Pairs(positives=torch.arange(40)))
-    found = backward_pass._BackwardPass(given, weights_of(given), Options())
-    assert float(found.plan[words.FAST.value]) == fast
+    tile_block = Block(image, image, torch.tensor(scale), None, Pairs(positives=torch.arange(40)))
+    backward = backward_pass._BackwardPass(tile_block, weights_of(tile_block), Options())
+    assert float(backward.plan[triton_tiles.FAST.value]) == fast
 
 
-def test_refusals_give_their_reason() -> None:
+def test_a_refused_block_raises_the_reason() -> None:
     assert "bfloat16" not in backend.dtypes
     with pytest.raises(UnsupportedProblemError, match="float64"):
         backend.check(block(dtype=torch.float64))
@@ -74,23 +74,23 @@ def test_refusals_give_their_reason() -> None:
         backend.check(replace(block(), rows=torch.ones(3, 0), columns=torch.ones(4, 0)))
 
 
-def weights_of(given: Block) -> Weights:
-    """Halved means, from the block's own log-sum-exps."""
-    found = backend.lse(given, True, Options())
-    sides = zip((found.rows, found.columns), map(len, (given.rows, given.columns)), strict=True)
+def weights_of(block: Block) -> Weights:
+    """Weights of the mean over rows and columns, halved, with the log-sum-exps of the block."""
+    statistics = backend.lse(block, True, Options())
+    sides = zip((statistics.rows, statistics.columns), map(len, (block.rows, block.columns)), strict=True)
     return Weights(*(SideWeights(*side[:2], torch.full((k,), 0.5 / k), torch.ones(k)) for side, k in sides))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [0.0, 1e-3, 30.0])
-def test_sums_of_a_tile_neither_overflow_nor_lose_what_is_small(size: float) -> None:
+def test_sums_of_a_tile_neither_overflow_nor_lose_small_terms(size: float) -> None:
     """Without features and bias every pair costs log 2, and a product of as many twos must not become infinite."""
-    draw = np.random.default_rng(37 * 141)
-    rows, columns = (round_to(size * draw.standard_normal((x, 24)) / 24**0.5, "float32") for x in (37, 141))
-    given = softmax_problem(rows, columns, 7.0, positives=np.arange(37))
-    # beside a positive nothing of what is small would show
+    rng = np.random.default_rng(37 * 141)
+    rows, columns = (round_to(size * rng.standard_normal((count, 24)) / 24**0.5, "float32") for count in (37, 141))
+    problem = softmax_problem(rows, columns, 7.0, positives=np.arange(37))
+    # a positive would hide the small terms, so half of the problems have none
     for bias, positives in product((0.0, -40.0, 40.0), (np.arange(37), np.full(37, -1))):
-        stated = sigmoid_problem(replace(given, positives=positives), bias)
-        held = Trial(Subject("triton", backend, "float32"), "sigmoid", stated)
-        worst = compare(held.outcome, held.oracle.outcome, held.bound)
+        sigmoid_case = sigmoid_problem(replace(problem, positives=positives), bias)
+        trial = Trial(Subject("triton", backend, "float32"), "sigmoid", sigmoid_case)
+        worst = compare(trial.outcome, trial.oracle.outcome, trial.bound)
         assert worst.ratio <= 1, str(worst)

@@ -1,4 +1,4 @@
-"""Launches that reuse a compiled kernel, over a stand-in for Triton's functions: what Triton tells apart stays so."""
+"""Launches that reuse a compiled kernel, over a stand-in for Triton: calls that differ for Triton share no kernel."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ STREAM = 77
 
 
 class Compiled:
-    """What a launch gives back: its launcher takes every parameter in the function's order."""
+    """The compiled kernel that a launch returns; its launcher takes every parameter in the function's order."""
 
     def __init__(self, log: list[Any]) -> None:
         self.log, self.function, self.packed_metadata = log, object(), object()
 
     def run(self, x: int, y: int, z: int, *args: Any) -> None:
-        stream, *told = args[:6]
+        stream, *launch_arguments = args[:6]
         assert stream == STREAM
-        assert told == [self.function, self.packed_metadata, None, None, None]
+        assert launch_arguments == [self.function, self.packed_metadata, None, None, None]
         self.log.append((self, (x, y, z), args[6:]))
 
 
 class Function:
-    """A function of ``triton.jit``'s: each way through it compiles."""
+    """A function of ``triton.jit``; each launch through Triton compiles it."""
 
     def __init__(self) -> None:
-        self.params = [SimpleNamespace(name=name, do_not_specialize=plain, default=None) for name, plain in PARAMETERS]
+        self.params = [SimpleNamespace(name=name, do_not_specialize=flag, default=None) for name, flag in PARAMETERS]
         self.pre_run_hooks: list[Any] = []
         self.compiled: list[Compiled] = []
         self.options: list[dict[str, Any]] = []
@@ -70,9 +70,9 @@ NAMED = {"depth": 8, "BLOCK": 16, "num_warps": 4}
 
 
 def launch(function: Function, *calls: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
-    launched = kernel.Kernel(function)
+    wrapped = kernel.Kernel(function)
     for args, named in calls:
-        launched[(3,)](*args, **named)
+        wrapped[(3,)](*args, **named)
     return len(function.compiled)
 
 
@@ -82,12 +82,12 @@ def test_a_launch_like_an_earlier_one_goes_straight_to_its_compiled_kernel(funct
     ((compiled, grid, args),) = function.launched
     assert compiled is function.compiled[0]
     assert grid == (3, 1, 1)
-    # what follows the positional arguments comes in the function's order, options left out
+    # the named arguments follow the positional ones in the function's order, without options
     assert args[0] is other[0]
     assert args[1:] == (OUT, 5, 32, 8, 16)
 
 
-def described(dtype: torch.dtype, *block: int) -> Any:
+def descriptor(dtype: torch.dtype, *block: int) -> Any:
     return TensorDescriptor(torch.zeros(32, 32, dtype=dtype), [32, 32], [32, 1], list(block))
 
 
@@ -95,7 +95,7 @@ CHANGES: list[dict[Any, Any]] = [
     {0: BUFFER[1:9]},
     {0: X.half()},
     {0: None},
-    *({0: described(*x)} for x in ((torch.float32, 8, 16), (torch.float32, 16, 8), (torch.float16, 8, 16))),
+    *({0: descriptor(*x)} for x in ((torch.float32, 8, 16), (torch.float32, 16, 8), (torch.float16, 8, 16))),
     {2: 2**31},
     # Triton makes 1 a constant of the kernel
     *({3: value} for value in (33, 1, 2**40, 2.0, True)),
@@ -103,28 +103,28 @@ CHANGES: list[dict[Any, Any]] = [
 ]
 
 
-def test_what_triton_specialises_on_is_told_apart(function: Function) -> None:
-    kinds = [(ARGUMENTS, NAMED)]
+def test_calls_that_triton_tells_apart_have_their_own_kernels(function: Function) -> None:
+    calls = [(ARGUMENTS, NAMED)]
     for change in CHANGES:
         named = NAMED | {name: x for name, x in change.items() if isinstance(name, str)}
-        kinds.append((tuple(change.get(i, x) for i, x in enumerate(ARGUMENTS)), named))
-    assert launch(function, *kinds, *kinds) == len(kinds)
+        calls.append((tuple(change.get(i, x) for i, x in enumerate(ARGUMENTS)), named))
+    assert launch(function, *calls, *calls) == len(calls)
     assert [x[0] for x in function.launched] == function.compiled
 
 
 @pytest.mark.parametrize(("position", "value"), [(2, 16), (2, 1), (2, 2**31 - 1), (2, -(2**31)), (3, 48)])
-def test_what_triton_does_not_specialise_on_shares_a_kernel(function: Function, position: int, value: int) -> None:
+def test_calls_that_triton_does_not_tell_apart_share_a_kernel(function: Function, position: int, value: int) -> None:
     changed = (*ARGUMENTS[:position], value, *ARGUMENTS[position + 1 :])
     assert launch(function, (ARGUMENTS, NAMED), (changed, NAMED)) == 1
     assert function.launched[0][2][position] == value
 
 
-def test_devices_have_their_own_kernels(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = kernel.Kernel(function)
+def test_each_device_has_its_own_kernels(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = kernel.Kernel(function)
     for device in (0, 1, 0):
         monkeypatch.setattr(torch.Tensor, "get_device", lambda x, device=device: device)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", {device: STREAM}.__getitem__)
-        launched[(3,)](*ARGUMENTS, **NAMED)
+        wrapped[(3,)](*ARGUMENTS, **NAMED)
     assert len(function.compiled) == 2
     assert [x[0] for x in function.launched] == function.compiled[:1]
 
@@ -134,38 +134,38 @@ VERSIONS = ("3.6.0", True), ("3.7.1", True), ("3.5.1", False), ("3.9.0", False),
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "value", "known"),
+    ("owner", "name", "value", "reuses"),
     [
-        *((kernel.knobs.runtime, f"launch_{when}_hook", *each) for when in ("enter", "exit") for each in HOOKS),
-        *((kernel.triton, "__version__", *each) for each in VERSIONS),
+        *((kernel.knobs.runtime, f"launch_{when}_hook", *hook) for when in ("enter", "exit") for hook in HOOKS),
+        *((kernel.triton, "__version__", *version) for version in VERSIONS),
     ],
 )
-def test_what_is_watched_and_unread_versions_launch_every_kernel_by_triton_itself(
-    function: Function, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, value: Any, known: bool
+def test_with_launch_hooks_or_untested_versions_triton_itself_launches_every_kernel(
+    function: Function, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any, reuses: bool
 ) -> None:
-    monkeypatch.setattr(place, name, value)
-    assert launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED)) == 2 - known
-    assert len(function.launched) == known
+    monkeypatch.setattr(owner, name, value)
+    assert launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED)) == 2 - reuses
+    assert len(function.launched) == reuses
 
 
-def test_multiplications_are_fused_with_additions_whatever_the_version_would_do(function: Function) -> None:
+def test_multiplications_and_additions_are_fused_in_every_version(function: Function) -> None:
     launch(function, (ARGUMENTS, NAMED))
     assert function.options == [{"num_warps": 4, "enable_fp_fusion": True}]
 
 
-def test_what_a_call_lacks_is_compiled_before_anything_after_it_is_launched(
+def test_a_call_compiles_a_missing_kernel_before_it_launches_later_ones(
     function: Function, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched, warm, other = kernel.Kernel(function), list[int](), (BUFFER[1:9], *ARGUMENTS[1:])
+    wrapped, counts, unaligned = kernel.Kernel(function), list[int](), (BUFFER[1:9], *ARGUMENTS[1:])
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(function, "warmup", lambda *_, **named: warm.append(len(function.compiled)), raising=False)
+    monkeypatch.setattr(function, "warmup", lambda *_, **named: counts.append(len(function.compiled)), raising=False)
 
     @side_by_side
     def call() -> None:
-        for args in (other, ARGUMENTS):
-            launched[(3,)](*args, **NAMED)
+        for args in (unaligned, ARGUMENTS):
+            wrapped[(3,)](*args, **NAMED)
 
-    launched[(3,)](*ARGUMENTS, **NAMED)
+    wrapped[(3,)](*ARGUMENTS, **NAMED)
     call()
-    # once more where it is launched
-    assert (warm, len(function.compiled), len(function.launched)) == ([0, 1, 1], 2, 1)
+    # the launch compiles the missing kernel once more
+    assert (counts, len(function.compiled), len(function.launched)) == ([0, 1, 1], 2, 1)

@@ -1,4 +1,4 @@
-"""Worlds of one process for the tests of the exchange: trials, and what properties say of them."""
+"""Communicators and backends that record their messages and products, for ranks that are threads of one process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from contrastile.verify.wrapped import around
 
 
 @dataclass
-class Waited:
-    """A message whose wait is written down."""
+class RecordedWait:
+    """A message that records when it has been waited for."""
 
     pending: Any
     events: list[Any]
@@ -26,67 +26,67 @@ class Waited:
         self.events.append(self.number)
 
 
-class Counting:
-    """A communicator that writes down its messages of arrays, and which have been waited for.
+class Recorder:
+    """A communicator that records its messages of arrays and the waits for them.
 
     Attributes:
-        posts: of each message, by receiver, the kinds of its arrays and their bytes.
-        events: a message when it is posted, and its number when it has been waited for.
+        posts: for each exchange, the kinds and bytes of the arrays that each receiver gets.
+        events: the post of an exchange when it begins, and its number after the wait for it.
     """
 
-    def __init__(self, home: InProcess) -> None:
-        self.home, self.posts, self.events = home, list[dict[int, list[tuple[str, int]]]](), list[Any]()
+    def __init__(self, communicator: InProcess) -> None:
+        self.communicator, self.posts, self.events = communicator, list[dict[int, list[tuple[str, int]]]](), list[Any]()
 
     @property
     def count(self) -> Counter[str]:
-        """How many there were of each kind."""
-        firsts = (next(iter(post.values()), []) for post in self.posts)
-        return Counter(" ".join(kind for kind, _ in first) for first in firsts)
+        """The number of messages of each kind, by the arrays for the first receiver."""
+        first_messages = (next(iter(post.values()), []) for post in self.posts)
+        return Counter(" ".join(kind for kind, _ in first) for first in first_messages)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.home, name)
+        return getattr(self.communicator, name)
 
-    def exchange(self, outgoing: Any, incoming: Any) -> Waited:
+    def exchange(self, outgoing: Any, incoming: Any) -> RecordedWait:
         """See ``Communicator``."""
-        # statistics are pairs, narrower than any features here
+        # two columns are statistics; features are wider here
         post = {
             rank: [
                 (
                     "features" if x.ndim == 2 and x.shape[1] > 2 else "number" if x.shape == (1,) else str(x.ndim),
                     x.nbytes,
                 )
-                for x in xs
+                for x in arrays
             ]
-            for rank, xs in outgoing.items()
-            if rank != self.home.rank
+            for rank, arrays in outgoing.items()
+            if rank != self.communicator.rank
         }
         self.posts.append(post)
         self.events.append(post)
-        return Waited(self.home.exchange(outgoing, incoming), self.events, len(self.posts) - 1)
+        return RecordedWait(self.communicator.exchange(outgoing, incoming), self.events, len(self.posts) - 1)
 
 
-def recording() -> Backend:
-    """The NumPy backend, which writes its products down in ``PRODUCTS.events``, in rows x columns x width."""
+def recording_backend() -> Backend:
+    """The NumPy backend, which records the cost of its products in ``PRODUCTS.events``, in rows x columns x width."""
     numpy = load("numpy")
 
-    def call(primitive: Any, block: Block, *rest: Any) -> Any:
-        times = 6.0 if primitive is numpy.gradients else 2.0
-        PRODUCTS.events.append(times * block.rows.shape[0] * block.columns.shape[0])
-        return primitive(block, *rest)
+    def call(primitive: Any, block: Block, *arguments: Any) -> Any:
+        products = 6.0 if primitive is numpy.gradients else 2.0
+        PRODUCTS.events.append(products * block.rows.shape[0] * block.columns.shape[0])
+        return primitive(block, *arguments)
 
     return around(numpy, call, "lse", "gradients")
 
 
 PRODUCTS = threading.local()
-RECORDING = recording()
+RECORDING = recording_backend()
 
 
-def measured(backend: Backend) -> tuple[Backend, list[int]]:
-    """A backend that adds up the areas of the blocks of its forward and of its backward."""
+def with_areas(backend: Backend) -> tuple[Backend, list[int]]:
+    """A backend that sums the areas of its blocks, and the two sums: forward and backward."""
     areas = [0, 0]
 
-    def call(primitive: Any, block: Block, *rest: Any) -> Any:
+    def call(primitive: Any, block: Block, *arguments: Any) -> Any:
         areas[primitive is backend.gradients] += block.rows.shape[0] * block.columns.shape[0]
-        return primitive(block, *rest)
+        return primitive(block, *arguments)
 
     return around(backend, call, "lse", "gradients"), areas

@@ -1,7 +1,7 @@
 """Float64 gradients where logits are large: no schedule loses more than a plain computation does.
 
-A row that is certain of a column that is not its positive has a gradient of nearly its whole weight. Its logits' own
-roundings move that by nothing, and the rounding of a log-sum-exp by 2^-53 times its size: more than the gate allows.
+A row that is certain of a wrong column has a gradient of nearly its whole weight. The rounding of its logits does not
+move it. The rounding of its log-sum-exp moves it by 2^-53 times the log-sum-exp, which exceeds the bound.
 """
 
 from __future__ import annotations
@@ -26,49 +26,49 @@ from contrastile.verify.trial import Subject
 from contrastile.verify.truth import Outcome, truth
 
 TORCH = Subject("torch", load("torch"), "float64")
-# products are exact: a schedule may form them in other shapes going back, which BLAS rounds in other ways
+# products of bfloat16 are exact, so that their shapes, which may differ going back, do not change how BLAS rounds
 WRONG, VIEWS = (cases.build(name, "bfloat16") for name in ("certain@wrong", "certain-views"))
-# each other's, and not the views that they are certain of
+# the positive of each view is its neighbour, and not the view that it is certain of
 VIEWS = replace(VIEWS, positives=np.arange(34) ^ 1)
 THEMSELVES = replace(VIEWS, columns=(), column_weight=None, column_target=None)
 
 
-def ratio(problem: Problem, got: Outcome, view: Any = as_it_is) -> float:
-    return compare_with_plain(problem, truth(problem), got, TORCH.accuracy, "float64", view=view).ratio
+def ratio(problem: Problem, outcome: Outcome, view: Any = as_it_is) -> float:
+    return compare_with_plain(problem, truth(problem), outcome, TORCH.accuracy, "float64", view=view).ratio
 
 
-def test_of_rows_against_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_against_themselves_keep_the_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triangle, "CPU_ROWS", 9)
     assert ratio(VIEWS, TORCH.run(THEMSELVES), rearrange.folded) < 1
 
 
 @pytest.mark.parametrize("problem", [WRONG, THEMSELVES], ids=["columns", "themselves"])
-def test_of_blocks(problem: Problem) -> None:
+def test_blocks_keep_the_digits(problem: Problem) -> None:
     whole, view = (problem, as_it_is) if problem is WRONG else (VIEWS, rearrange.folded)
     assert ratio(whole, TORCH.run(replace(problem, blocking=Blocking(13, torch.device("cpu")))), view) < 1
 
 
 @pytest.mark.parametrize("exchange", ["ring", "gather"])
-@pytest.mark.parametrize("itself", [False, True])
-def test_over_ranks(exchange: str, itself: bool) -> None:
+@pytest.mark.parametrize("is_symmetric", [False, True])
+def test_ranks_keep_the_digits(exchange: str, is_symmetric: bool) -> None:
     weights = (1, 2, 3)
-    parts = Cut.of_itself(VIEWS, weights) if itself else Cut.of(WRONG, weights, weights)
+    cut = Cut.of_itself(VIEWS, weights) if is_symmetric else Cut.of(WRONG, weights, weights)
 
     def program(comm: InProcess) -> Outcome:
-        place = Placement(comm, exchange, "mean", parts.shards)  # type: ignore[arg-type]
-        return TORCH.run(parts.part(comm.rank, place))
+        placement = Placement(comm, exchange, "mean", cut.shards)  # type: ignore[arg-type]
+        return TORCH.run(cut.part(comm.rank, placement))
 
-    joined = parts.joined(InProcessGroup[Outcome](len(weights)).run(program), float(len(weights)))
-    assert ratio(parts.problem, joined, rearrange.folded if itself else as_it_is) < 1
+    joined = cut.joined(InProcessGroup[Outcome](len(weights)).run(program), float(len(weights)))
+    assert ratio(cut.problem, joined, rearrange.folded if is_symmetric else as_it_is) < 1
 
 
 @np.errstate(invalid="ignore")
-def test_pairs_merge_as_their_sums_do_and_infinities_stay() -> None:
+def test_merged_pairs_are_the_log_sum_exp_and_keep_infinities() -> None:
     x, y = np.array([1e6, -3.0, -np.inf, -np.inf, 5.0, np.nan]), np.array([1e6 + 1, 700.0, 2.0, -np.inf, np.inf, 1.0])
-    rest = np.ldexp(np.array([1.0, -1.0, 0.0, 0.0, 0.0, 0.0]), -60)
-    found = merged_pairs(np, pair(np, x, rest), pair(np, y, np.zeros(6)))
-    expected = np.logaddexp(np.longdouble(x) + rest, np.longdouble(y))
-    assert np.array_equal(found[:, 0], np.float64(expected), equal_nan=True)
-    # an exponential and a logarithm of numbers up to 1
-    assert (abs(found[:2].sum(1, dtype=np.longdouble) - expected[:2]) <= 2.0**-51).all()
-    assert not found[2:, 1].any()
+    remainder = np.ldexp(np.array([1.0, -1.0, 0.0, 0.0, 0.0, 0.0]), -60)
+    merged = merged_pairs(np, pair(np, x, remainder), pair(np, y, np.zeros(6)))
+    expected = np.logaddexp(np.longdouble(x) + remainder, np.longdouble(y))
+    assert np.array_equal(merged[:, 0], np.float64(expected), equal_nan=True)
+    # the error of one exponential and one logarithm of numbers up to 1
+    assert (abs(merged[:2].sum(1, dtype=np.longdouble) - expected[:2]) <= 2.0**-51).all()
+    assert not merged[2:, 1].any()
