@@ -1,4 +1,4 @@
-"""Starting several ranks from a test, with an end: what they printed, how they ended, and whether any is left."""
+"""Starting several ranks from a test with a time limit: their output, exit code and orphans."""
 
 from __future__ import annotations
 
@@ -18,68 +18,68 @@ from pathlib import Path
 PROGRAMS = Path(__file__).parent / "programs"
 ENGINES = ("mpi", "torch")
 PATIENCE = 600
-"""Seconds after which a test ends what hangs: a busy machine may be slow, and a deadline under test is another one."""
+"""Seconds after which a test ends ranks that hang; far longer than deadlines under test, as a busy machine is slow."""
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a launch ended.
+class LaunchResult:
+    """The end of a launch.
 
     Attributes:
         code: the launcher's exit code.
-        output: of all ranks.
-        orphans: processes that were left when the launcher had exited; they were ended.
+        output: the output of all ranks.
+        orphans: the number of processes that outlived the launcher and were killed.
     """
 
     code: int
     output: str
     orphans: int
 
-    def said(self, rank: int) -> list[str]:
-        """A rank's own lines."""
+    def lines(self, rank: int) -> list[str]:
+        """The lines of one rank."""
         return re.findall(rf"^\[{rank}\] (.*)$", self.output, re.MULTILINE)
 
 
 def command(engine: str, ranks: int) -> list[str]:
-    """What starts a program on several ranks."""
+    """The command that starts a program on several ranks."""
     if engine.endswith("mpi"):
-        through = [] if engine == "plain mpi" else ["-m", "mpi4py"]
-        beside = Path(sys.executable).with_name("mpirun")
-        return [str(beside) if beside.exists() else "mpirun", "-n", str(ranks), sys.executable, *through]
+        module = [] if engine == "plain mpi" else ["-m", "mpi4py"]
+        mpirun = Path(sys.executable).with_name("mpirun")
+        return [str(mpirun) if mpirun.exists() else "mpirun", "-n", str(ranks), sys.executable, *module]
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
 def run(engine: str, ranks: int, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What a program prints on several ranks, which are to end by themselves."""
-    called = ["timeout", "--kill-after=1", str(PATIENCE), *command(engine, ranks), *words]
+    """Run a program on several ranks, and capture its output."""
+    full_command = ["timeout", "--kill-after=1", str(PATIENCE), *command(engine, ranks), *words]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(called, capture_output=True, text=True, check=False, env=variables)
+    return subprocess.run(full_command, capture_output=True, text=True, check=False, env=variables)
 
 
 def launch(
     engine: str, program: str, *args: str, ranks: int = 4, seconds: float = PATIENCE, **environment: str
-) -> Ended:
-    """Run a program of ``programs`` on several ranks; it is ended after so many seconds."""
+) -> LaunchResult:
+    """Run a program of ``programs`` on several ranks, and kill it after this number of seconds."""
     name, value = "CONTRASTILE_LAUNCH", uuid.uuid4().hex
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", name: value, **environment}
     words = [*command(engine, ranks), str(PROGRAMS / program), engine.split()[-1], *args]
     with tempfile.TemporaryFile() as output:
         words = ["timeout", "--kill-after=1", str(seconds), *words]
-        ended = subprocess.run(words, stdout=output, stderr=subprocess.STDOUT, env=variables, check=False)
-        # a process that is just exiting is no orphan
+        completed = subprocess.run(words, stdout=output, stderr=subprocess.STDOUT, env=variables, check=False)
+        # a process that is about to exit is no orphan
         end = time.monotonic() + 1
-        while (orphans := list(marked(f"{name}={value}"))) and time.monotonic() < end:
+        while (orphans := list(processes_with(f"{name}={value}"))) and time.monotonic() < end:
             time.sleep(0.02)
         for pid in orphans:
             os.kill(pid, signal.SIGKILL)
         output.seek(0)
         text = output.read().decode(errors="replace")
-    return Ended(ended.returncode, text, len(orphans))
+    return LaunchResult(completed.returncode, text, len(orphans))
 
 
-def marked(mark: str) -> Iterator[int]:
-    """The processes that have this in their environment and have not ended."""
-    for place in Path("/proc").glob("[0-9]*"):
+def processes_with(variable: str) -> Iterator[int]:
+    """The running processes with this variable in their environment."""
+    for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if mark.encode() in (place / "environ").read_bytes().split(b"\0"):
-                yield int(place.name)
+            if variable.encode() in (process / "environ").read_bytes().split(b"\0"):
+                yield int(process.name)

@@ -1,4 +1,4 @@
-"""What fails of MPI and torch.distributed themselves; all else of connections: contrastile/verify/calls.txt."""
+"""Failures of MPI and torch.distributed themselves. contrastile/verify/calls.txt tests the other errors of connect."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from contrastile.comm.communicator import ExchangeError
 from contrastile.comm.connect import connect
 
 
-def test_a_rank_that_comes_after_the_others_gave_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_connects_after_the_others_gave_up_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
 
-    # all have called, and nobody connects
-    monkeypatch.setattr(torch_group, "_told", lambda *what: ['["", "host"]'] * 2)
+    # all ranks have called connect, but none opens a connection
+    monkeypatch.setattr(torch_group, "_told", lambda *_: ['["", "host"]'] * 2)
     dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
     try:
         with pytest.raises(ExchangeError, match=r"the other ranks gave up .*\(deadline 1 s\)"):
@@ -26,7 +26,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_says_so(monkeypatch: pytest.
         dist.destroy_process_group()
 
 
-def test_a_store_that_has_gone_is_an_error_within_the_deadline() -> None:
+def test_an_unreachable_store_is_an_error_within_the_deadline() -> None:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
 
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -39,7 +39,7 @@ def test_a_store_that_has_gone_is_an_error_within_the_deadline() -> None:
         dist.destroy_process_group()
 
 
-def test_an_mpi_communicator_that_is_none_is_refused() -> None:
+def test_the_null_communicator_of_mpi_is_refused() -> None:
     from mpi4py import MPI
 
     with pytest.raises(TypeError, match="MPI intracommunicator"):
@@ -49,10 +49,10 @@ def test_an_mpi_communicator_that_is_none_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "expected", "words"),
+    ("sent", "expected", "error"),
     [(3, 8, "rank 0 sent 3 bytes where 8 were to come"), (8, 3, "rank 0 sent more bytes than were to come")],
 )
-def test_mpi_takes_no_message_of_another_length(sent: int, expected: int, words: str) -> None:
+def test_mpi_takes_no_message_of_another_length(sent: int, expected: int, error: str) -> None:
     from mpi4py import MPI
 
     from contrastile.comm.mpi import MPIChannel
@@ -61,6 +61,6 @@ def test_mpi_takes_no_message_of_another_length(sent: int, expected: int, words:
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     outgoing, incoming = np.ones(sent, np.uint8), np.zeros(expected, np.uint8)
     pending = MPIChannel(comm).post({0: [outgoing]}, {0: [incoming]}, 5, lambda: PATIENCE)
-    with pytest.raises(Conflict, match=words):
+    with pytest.raises(Conflict, match=error):
         pending.wait()
     comm.Free()

@@ -1,6 +1,6 @@
-"""The shipped WordNet pairs: the file is the one of the licences, and a damaged one is refused.
+"""The shipped WordNet pairs: LICENSES.md has the hash of the file, and a damaged file is refused.
 
-Its shapes and dtypes are printed in docs/reference/data.md.
+docs/reference/data.md prints the shapes and dtypes.
 """
 
 from __future__ import annotations

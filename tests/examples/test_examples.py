@@ -1,4 +1,4 @@
-"""The example on real data in a tiny setting: it reads its data and learns."""
+"""The WordNet example with tiny data and a tiny model: it reads its data and learns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTS = [*COLOURS, *THINGS]
 
 
 def tiny_dictionary(folder: Path) -> Path:
-    """WordNet's files, with words of two parts each of which is translated: what is held out can be inferred."""
+    """The files of WordNet, with words of two translated parts, so that a model can infer held-out words."""
     folder.mkdir()
     lines = ["  1 a licence"]
     for i, colour in enumerate(COLOURS):
@@ -54,19 +54,19 @@ def tiny_minilm(folder: Path) -> Path:
     return folder
 
 
-def test_it_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    given = {"wordnet": tiny_dictionary(tmp_path / "dictionary"), "model": tiny_minilm(tmp_path / "model")}
-    given |= {"held-out": 20, "chunk": 800, "batch": 48, "lr": 3e-2, "samples": 2400, "device": "cpu"}
-    words = [f"--{name}={value}" for name, value in given.items()]
+def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"wordnet": tiny_dictionary(tmp_path / "dictionary"), "model": tiny_minilm(tmp_path / "model")}
+    options |= {"held-out": 20, "chunk": 800, "batch": 48, "lr": 3e-2, "samples": 2400, "device": "cpu"}
+    words = [f"--{name}={value}" for name, value in options.items()]
     monkeypatch.setattr(sys, "argv", ["wordnet.py", *words])
-    # what the loss gets: the pairs of one gloss share an id
-    seen: list[torch.Tensor] = []
-    right = contrastile.clip_loss
-    monkeypatch.setattr(contrastile, "clip_loss", lambda *x, ids: seen.append(ids) or right(*x, ids=ids))
+    # the ids that the loss receives: the pairs of one gloss share an id
+    ids_of_calls: list[torch.Tensor] = []
+    clip_loss = contrastile.clip_loss
+    monkeypatch.setattr(contrastile, "clip_loss", lambda *x, ids: ids_of_calls.append(ids) or clip_loss(*x, ids=ids))
     first, *_, last = wordnet.main()
-    assert all(len(ids) == 48 for ids in seen)
-    assert min(len(ids.unique()) for ids in seen) < 48
-    # of 20 glosses that share no training pair with it
+    assert all(len(ids) == 48 for ids in ids_of_calls)
+    assert min(len(ids.unique()) for ids in ids_of_calls) < 48
+    # the 20 glosses of the test share no pair with training
     assert first["recall@1"] < 0.2
     assert last["recall@1"] > 0.8
     assert last["samples"] == 2400

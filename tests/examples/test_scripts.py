@@ -1,4 +1,4 @@
-"""The short examples learn what they say they learn, and the tutorials print what they say they print."""
+"""The short examples improve their results, and the tutorials print the output of their pages."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ NUMBER = r"(\d\.\d\d)"
         pytest.param("retrieval", 0.3, marks=pytest.mark.slow),
     ],
 )
-def test_after_is_better_than_before(name: str, gain: float) -> None:
-    said = printed(read(f"examples/{name}.py"))
+def test_training_improves_the_result(name: str, gain: float) -> None:
+    output = printed(read(f"examples/{name}.py"))
     before, after = (
-        [float(x) for x in re.findall(rf"^{when}:.*? {NUMBER}", said, re.M)] for when in ("before", "after")
+        [float(x) for x in re.findall(rf"^{when}:.*? {NUMBER}", output, re.M)] for when in ("before", "after")
     )
     assert len(before) == len(after) > 0
-    assert all(last > first + gain for first, last in zip(before, after, strict=True)), said
+    assert all(last > first + gain for first, last in zip(before, after, strict=True)), output
 
 
 @pytest.mark.slow
-def test_siglip_learns_the_same_on_one_process_and_on_two() -> None:
-    found = []
+def test_siglip_has_the_same_loss_on_one_process_and_on_two() -> None:
+    runs = []
     for processes in (1, 2):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        done = subprocess.run([*command, ROOT / "examples" / "siglip.py"], capture_output=True, text=True, timeout=1200)
-        assert done.returncode == 0, done.stderr
-        rows = re.findall(rf"^step +\d+: loss (\S+), recall@1 {NUMBER}, world size {processes}$", done.stdout, re.M)
-        found.append([(float(loss), float(recall)) for loss, recall in rows])
-    alone, shared = found
-    assert len(alone) == len(shared) == 2
-    # float32 of one step, before training can carry the roundings on
-    assert f"{alone[0][0]:.2f}" == f"{shared[0][0]:.2f}"
-    for first, last in found:
+        run = subprocess.run([*command, ROOT / "examples" / "siglip.py"], capture_output=True, text=True, timeout=1200)
+        assert run.returncode == 0, run.stderr
+        rows = re.findall(rf"^step +\d+: loss (\S+), recall@1 {NUMBER}, world size {processes}$", run.stdout, re.M)
+        runs.append([(float(loss), float(recall)) for loss, recall in rows])
+    one_process, two_processes = runs
+    assert len(one_process) == len(two_processes) == 2
+    # the float32 losses of the first step, before training amplifies roundings
+    assert f"{one_process[0][0]:.2f}" == f"{two_processes[0][0]:.2f}"
+    for first, last in runs:
         assert last[1] > first[1] + 0.5
         assert last[0] < first[0] / 2
 
@@ -53,13 +53,13 @@ BLOCKS = blocks(PAGE)
 BEST = 0.8
 
 
-def test_the_tiny_clip_learns_and_prints_what_the_page_says() -> None:
-    found, shown = printed("\n".join(BLOCKS)), "".join(blocks(PAGE, "text"))
-    before, after = (float(re.findall(rf"^{when}: +recall@1 (\S+)$", found, re.M)[0]) for when in ("before", "after"))
+def test_the_tiny_clip_learns_and_prints_the_output_of_its_page() -> None:
+    output, page_output = printed("\n".join(BLOCKS)), "".join(blocks(PAGE, "text"))
+    before, after = (float(re.findall(rf"^{when}: +recall@1 (\S+)$", output, re.M)[0]) for when in ("before", "after"))
     assert before < 0.2 < BEST < after
-    torch, numpy = re.findall(r"^(?:torch|numpy): (\S+)$", found, re.M)
+    torch, numpy = re.findall(r"^(?:torch|numpy): (\S+)$", output, re.M)
     assert torch == numpy
-    # what is nearest in third place may differ
+    # the third nearest text may differ
     third = r"^  a .*\n?"
-    assert masked(re.sub(third, "", found, flags=re.M)) == masked(re.sub(third, "", shown, flags=re.M))
-    assert re.search(r"top:\n  a (large blue|\w+ blue ring|large \w+ ring)", found)
+    assert masked(re.sub(third, "", output, flags=re.M)) == masked(re.sub(third, "", page_output, flags=re.M))
+    assert re.search(r"top:\n  a (large blue|\w+ blue ring|large \w+ ring)", output)

@@ -1,4 +1,4 @@
-"""Features, steps, also in CUDA graphs, bits, and the memory that steps leave, for tests on a GPU."""
+"""Features, steps, CUDA graphs, bits and memory, for tests on a GPU."""
 
 from __future__ import annotations
 
@@ -8,31 +8,30 @@ from typing import Any
 
 
 def unit_features(count: int, rows: int, width: int, dtype: str = "bfloat16", seed: int = 0) -> list[Any]:
-    """Matrices of unit rows on the GPU, of torch."""
+    """Torch matrices with unit rows on the GPU."""
     import torch
 
-    draw = torch.Generator("cuda").manual_seed(seed)
-    drawn = (torch.randn(rows, width, generator=draw, device="cuda") for _ in range(count))
-    return [torch.nn.functional.normalize(x, dim=1).to(getattr(torch, dtype)) for x in drawn]
+    generator = torch.Generator("cuda").manual_seed(seed)
+    matrices = (torch.randn(rows, width, generator=generator, device="cuda") for _ in range(count))
+    return [torch.nn.functional.normalize(x, dim=1).to(getattr(torch, dtype)) for x in matrices]
 
 
-def stepped(loss: Callable[..., Any], leaves: list[Any], upstream: float = 1.0, **how: Any) -> list[Any]:
-    """The value, and the gradients of the leaves."""
+def value_and_gradients(loss: Callable[..., Any], leaves: list[Any], upstream: float = 1, **options: Any) -> list[Any]:
+    """The loss, and the gradients of the leaves."""
     import torch
 
-    value = loss(*leaves, **how)
+    value = loss(*leaves, **options)
     return [value.detach(), *torch.autograd.grad(upstream * value, leaves)]
 
 
-def bits(xs: Iterable[Any]) -> list[bytes]:
-    """What arrays of torch or CuPy hold, as float32."""
-    hosts = (x.detach().float().cpu().numpy() if hasattr(x, "cpu") else x.astype("float32").get() for x in xs)
+def bits(arrays: Iterable[Any]) -> list[bytes]:
+    """The bytes of arrays of torch or CuPy, converted to float32."""
+    hosts = (x.detach().float().cpu().numpy() if hasattr(x, "cpu") else x.astype("float32").get() for x in arrays)
     return [x.tobytes() for x in hosts]
 
 
-def captured(call: Callable[[], list[Any]]) -> tuple[Any, list[Any]]:
-    """A graph of a call, and where it leaves its results; what a first call loads is loaded before."""
-    # asked for by tests of a GPU alone
+def capture(call: Callable[[], list[Any]]) -> tuple[Any, list[Any]]:
+    """Capture a call in a CUDA graph, after a first call that loads kernels; return the graph and its outputs."""
     import torch
 
     side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -42,12 +41,12 @@ def captured(call: Callable[[], list[Any]]) -> tuple[Any, list[Any]]:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = call()
-    return graph, found
+        outputs = call()
+    return graph, outputs
 
 
-def comes_down_to(allocated: int, seconds: float = 600.0) -> bool:
-    """Whether torch's memory does: the thread of a backward pass may let go of it after its caller went on."""
+def falls_to(allocated: int, seconds: float = 600.0) -> bool:
+    """Whether torch's memory falls to this size in time; the thread of a backward pass may free tensors late."""
     import torch
 
     end = time.monotonic() + seconds

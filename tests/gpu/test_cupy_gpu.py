@@ -1,4 +1,4 @@
-"""The cupy backend on a GPU: what ``contrastile verify --backend cupy --device cuda`` cannot ask of it."""
+"""The cupy backend on a GPU, where ``contrastile verify --backend cupy --device cuda`` has no check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from capturing import bits, captured, comes_down_to, stepped, unit_features
+from capturing import bits, capture, falls_to, unit_features, value_and_gradients
 
 import contrastile
 from contrastile.backends import crossing
@@ -27,14 +27,14 @@ B, D = 773, 88
 
 
 def towers(dtype: str, b: int = B, d: int = D, seed: int = 0) -> tuple[Any, Any]:
-    """Unit features on the GPU, of torch."""
+    """Torch matrices of unit features on the GPU."""
     return tuple(unit_features(2, b, d, dtype, seed))
 
 
 def as_cupy(x: Any) -> Any:
     bits = x.view(torch.int16) if x.dtype == torch.bfloat16 else x
-    found = cupy.from_dlpack(bits)
-    return found.view("bfloat16") if x.dtype == torch.bfloat16 else found
+    array = cupy.from_dlpack(bits)
+    return array.view("bfloat16") if x.dtype == torch.bfloat16 else array
 
 
 LOSSES: dict[str, tuple[Callable[..., Any], tuple[float, ...]]] = {
@@ -51,45 +51,45 @@ def leaves_of(image: Any, text: Any, numbers: tuple[float, ...]) -> list[Any]:
 
 
 def step(
-    loss: Callable[..., Any], image: Any, text: Any, numbers: tuple[float, ...], backend: str, **how: Any
+    loss: Callable[..., Any], image: Any, text: Any, numbers: tuple[float, ...], backend: str, **options: Any
 ) -> list[Any]:
-    """The loss and its gradients by torch's autograd."""
-    return stepped(loss, leaves_of(image, text, numbers), backend=backend, **how)
+    """The loss and its gradients, with torch's autograd."""
+    return value_and_gradients(loss, leaves_of(image, text, numbers), backend=backend, **options)
 
 
-def of_every_layout() -> list[Any]:
+def tensors_of_every_layout() -> list[Any]:
     x = torch.arange(7 * 5, dtype=torch.float32, device="cuda").reshape(7, 5)
     ids = torch.arange(11, device="cuda")
     return [x, x.T, x[1::2, ::3], x[3:], x[2], x[:1].expand(4, 5), x.half()[1:], x.double().T, ids, ids[5]]
 
 
-@pytest.mark.parametrize("which", range(10))
-def test_what_crosses_is_the_same_memory_both_ways(which: int) -> None:
-    x = of_every_layout()[which]
-    there = crossing.to_cupy(x, torch, cupy)
-    assert np.array_equal(cupy.asnumpy(there), x.cpu().numpy())
-    assert there.data.ptr == x.data_ptr()
-    back = crossing.to_torch(there, torch, cupy)
-    assert torch.equal(back, x)
-    assert (back.data_ptr(), back.dtype, back.stride()) == (x.data_ptr(), x.dtype, x.stride())
-    # autograd keeps account of views: a result is to be none
-    assert back._base is None
+@pytest.mark.parametrize("index", range(10))
+def test_conversions_share_memory_in_both_directions(index: int) -> None:
+    x = tensors_of_every_layout()[index]
+    converted = crossing.to_cupy(x, torch, cupy)
+    assert np.array_equal(cupy.asnumpy(converted), x.cpu().numpy())
+    assert converted.data.ptr == x.data_ptr()
+    restored = crossing.to_torch(converted, torch, cupy)
+    assert torch.equal(restored, x)
+    assert (restored.data_ptr(), restored.dtype, restored.stride()) == (x.data_ptr(), x.dtype, x.stride())
+    # autograd tracks views, so a result must not be one
+    assert restored._base is None
 
 
-def test_what_has_crossed_keeps_its_memory_alive() -> None:
+def test_a_converted_array_keeps_its_memory_alive() -> None:
     x = torch.ones(64, device="cuda")
-    seen = weakref.ref(x)
-    there = crossing.to_cupy(x, torch, cupy)
+    reference = weakref.ref(x)
+    converted = crossing.to_cupy(x, torch, cupy)
     del x
     gc.collect()
-    assert seen() is not None
-    back = crossing.to_torch(there, torch, cupy)
-    del there
+    assert reference() is not None
+    restored = crossing.to_torch(converted, torch, cupy)
+    del converted
     gc.collect()
-    assert torch.equal(back, torch.ones(64, device="cuda"))
+    assert torch.equal(restored, torch.ones(64, device="cuda"))
 
 
-def test_a_lazy_negative_crosses_as_its_values() -> None:
+def test_a_lazy_negative_is_converted_to_its_values() -> None:
     negative = torch.tensor([1 + 2j, 3 - 4j], device="cuda").conj().imag
     assert negative.is_neg()
     assert cupy.asnumpy(crossing.to_cupy(negative, torch, cupy)).tolist() == [-2.0, 4.0]
@@ -105,35 +105,35 @@ def test_torch_tensors_and_cupy_arrays_give_the_same_bits(
         monkeypatch.setenv("CONTRASTILE_CUPY_KERNELS", kernels)
     loss, numbers = LOSSES[name]
     image, text = towers(dtype)
-    by_torch = step(loss, image, text, numbers, "cupy")
+    torch_results = step(loss, image, text, numbers, "cupy")
     value, gradients = contrastile.value_and_grad(loss, backend="cupy")(as_cupy(image), as_cupy(text), *numbers)
     assert all(isinstance(x, cupy.ndarray) for x in (value, *gradients))
     assert str(gradients[0].dtype) == dtype
-    assert bits(by_torch) == bits([value, *gradients])
+    assert bits(torch_results) == bits([value, *gradients])
     assert bits([loss(as_cupy(image), as_cupy(text), *numbers, backend="cupy")]) == bits([value])
 
 
-def test_float32_goes_to_triton_in_parts() -> None:
+def test_triton_splits_float32_into_parts() -> None:
     image, text = towers("float32")
-    plain = contrastile.clip_loss(image, text, 14.0)
-    assert bits([plain]) == bits([contrastile.clip_loss(image, text, 14.0, backend="triton", precision="split")])
-    assert bits([plain]) != bits([contrastile.clip_loss(image, text, 14.0, backend="triton", precision="tf32")])
+    loss = contrastile.clip_loss(image, text, 14.0)
+    assert bits([loss]) == bits([contrastile.clip_loss(image, text, 14.0, backend="triton", precision="split")])
+    assert bits([loss]) != bits([contrastile.clip_loss(image, text, 14.0, backend="triton", precision="tf32")])
     with pytest.raises(UnsupportedProblemError, match="precision must be split or tf32 here, got ieee"):
         contrastile.clip_loss(image, text, 14.0, backend="triton", precision="ieee")
 
 
-def test_cupy_arrays_go_through_a_torch_backend_too() -> None:
+def test_a_torch_backend_takes_cupy_arrays() -> None:
     image, text = towers("bfloat16")
-    found = contrastile.value_and_grad(contrastile.clip_loss, backend="triton")(as_cupy(image), as_cupy(text), 14.0)
-    exact = step(contrastile.clip_loss, image, text, (14.0,), "triton")
-    assert bits([found[0], *found[1]]) == bits(exact)
+    results = contrastile.value_and_grad(contrastile.clip_loss, backend="triton")(as_cupy(image), as_cupy(text), 14.0)
+    expected = step(contrastile.clip_loss, image, text, (14.0,), "triton")
+    assert bits([results[0], *results[1]]) == bits(expected)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "keep"),
     [
         *((name, dtype, 0) for name in ("clip", "sigmoid") for dtype in DTYPES),
-        # exponentials of some rows are kept, or of all
+        # the backend keeps the exponentials of some rows, or of all rows
         *(("clip", "bfloat16", mib) for mib in (1, 16)),
     ],
 )
@@ -144,13 +144,13 @@ def test_a_step_can_be_captured_by_torch_and_replayed(
     loss, numbers = LOSSES[name]
     image, text = towers(dtype, d=200)
     leaves = leaves_of(image, text, numbers)
-    graph, found = captured(lambda: stepped(loss, leaves, backend="cupy"))
-    other, another = towers(dtype, d=200, seed=1)
+    graph, outputs = capture(lambda: value_and_gradients(loss, leaves, backend="cupy"))
+    new_image, new_text = towers(dtype, d=200, seed=1)
     with torch.no_grad():
-        leaves[0].copy_(other)
-        leaves[1].copy_(another)
+        leaves[0].copy_(new_image)
+        leaves[1].copy_(new_text)
     graph.replay()
-    assert bits(found) == bits(step(loss, other, another, numbers, "cupy"))
+    assert bits(outputs) == bits(step(loss, new_image, new_text, numbers, "cupy"))
 
 
 @pytest.mark.parametrize("loss", [contrastile.clip_loss, contrastile.info_nce])
@@ -159,114 +159,114 @@ def test_a_large_step_keeps_by_itself_and_is_replayed_with_the_bits_of_a_launche
 ) -> None:
     image, text = towers("bfloat16", b=8192, d=512)
 
-    def found(**how: Any) -> list[list[bytes]]:
-        return [bits(step(loss, image, text, (100.0,), "cupy", **how)) for _ in range(4)]
+    def run_four_times(**options: Any) -> list[list[bytes]]:
+        return [bits(step(loss, image, text, (100.0,), "cupy", **options)) for _ in range(4)]
 
-    replayed, formed = found(), found(keep=0)
+    replayed, recomputed = run_four_times(), run_four_times(keep=0)
     monkeypatch.setenv("CONTRASTILE_GRAPHS", "0")
-    assert replayed == found() == found(keep=512)
-    # G is rounded twice
-    assert formed == found(keep=0) != replayed
+    assert replayed == run_four_times() == run_four_times(keep=512)
+    # with kept exponentials G is rounded twice
+    assert recomputed == run_four_times(keep=0) != replayed
 
 
-def test_what_is_kept_in_the_workspace_gives_way_to_the_other_rows() -> None:
+def test_exponentials_kept_in_the_workspace_make_way_for_other_rows() -> None:
     leaves = leaves_of(*towers("bfloat16", b=16384, d=512), (100.0,))
 
-    def twice(**how: Any) -> tuple[list[Any], int]:
+    def differentiate_twice(**options: Any) -> tuple[list[Any], int]:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        value = contrastile.clip_loss(*leaves, backend="cupy", workspace=128, **how)
-        found = [torch.autograd.grad(value, leaves, retain_graph=True) for _ in range(2)]
-        return found, torch.cuda.max_memory_allocated() - before
+        value = contrastile.clip_loss(*leaves, backend="cupy", workspace=128, **options)
+        gradients = [torch.autograd.grad(value, leaves, retain_graph=True) for _ in range(2)]
+        return gradients, torch.cuda.max_memory_allocated() - before
 
-    (first, second), most = twice()
-    (formed, again), usual = twice(keep=0)
-    assert bits(formed) == bits(again)
+    (first, second), peak = differentiate_twice()
+    (recomputed, recomputed_again), usual_peak = differentiate_twice(keep=0)
+    assert bits(recomputed) == bits(recomputed_again)
     assert bits(first) != bits(second)
-    assert most <= usual * 1.01
-    for found in (first, second):
-        assert all((x - y).norm() <= 2.0**-7 * y.norm() for x, y in zip(found, formed, strict=True))
+    assert peak <= usual_peak * 1.01
+    for gradients in (first, second):
+        assert all((x - y).norm() <= 2.0**-7 * y.norm() for x, y in zip(gradients, recomputed, strict=True))
 
 
 def test_a_step_can_be_captured_by_cupy_and_replayed() -> None:
     image, text = (as_cupy(x).copy() for x in towers("bfloat16"))
     scale = cupy.asarray(14.0, dtype="float32")
-    both = contrastile.value_and_grad(contrastile.clip_loss, backend="cupy")
+    value_and_grad = contrastile.value_and_grad(contrastile.clip_loss, backend="cupy")
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        both(image, text, scale)
-        both(image, text, scale)
+        value_and_grad(image, text, scale)
+        value_and_grad(image, text, scale)
         stream.begin_capture()
-        value, gradients = both(image, text, scale)
+        value, gradients = value_and_grad(image, text, scale)
         graph = stream.end_capture()
-        other, another = (as_cupy(x) for x in towers("bfloat16", seed=1))
+        new_image, new_text = (as_cupy(x) for x in towers("bfloat16", seed=1))
         stream.synchronize()
-        image[...], text[...] = other, another
+        image[...], text[...] = new_image, new_text
         graph.launch(stream)
         stream.synchronize()
-        expected = both(image, text, scale)
+        expected = value_and_grad(image, text, scale)
         stream.synchronize()
     assert bits([value, *gradients]) == bits([expected[0], *expected[1]])
 
 
-def test_nothing_waits_for_the_device() -> None:
+def test_the_host_does_not_wait_for_the_device() -> None:
     image, text = towers("bfloat16", 4096, 512)
     leaves = leaves_of(image, text, (14.0,))
-    stepped(contrastile.clip_loss, leaves, backend="cupy")
+    value_and_gradients(contrastile.clip_loss, leaves, backend="cupy")
     busy = torch.ones(4096, 4096, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(40):
             busy @ busy
-        stepped(contrastile.clip_loss, leaves, backend="cupy")
+        value_and_gradients(contrastile.clip_loss, leaves, backend="cupy")
         event = torch.cuda.Event()
         event.record()
-        # the products before it still run
+        # the products that were queued before still run
         assert not event.query()
     torch.cuda.synchronize()
 
 
-def test_the_caller_s_stream_is_the_one_that_is_used() -> None:
+def test_work_is_queued_on_the_stream_of_the_caller() -> None:
     image, text = towers("bfloat16", 2048, 512)
     expected = bits(step(contrastile.clip_loss, image, text, (14.0,), "cupy"))
     busy = torch.ones(4096, 4096, device="cuda")
-    late = torch.zeros_like(image)
+    late_image = torch.zeros_like(image)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(20):
             busy @ busy
-        late.copy_(image)
-        found = step(contrastile.clip_loss, late, text, (14.0,), "cupy")
+        late_image.copy_(image)
+        results = step(contrastile.clip_loss, late_image, text, (14.0,), "cupy")
     side.synchronize()
-    assert bits(found) == expected
+    assert bits(results) == expected
 
 
 @pytest.mark.parametrize("keep", [0, 16])
-def test_torch_tensors_take_no_memory_from_cupy_s_pool(keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_tensors_take_no_memory_from_the_pool_of_cupy(keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONTRASTILE_KEEP_MIB", str(keep))
-    # what graphs hold is not what is asked here
+    # graphs would hold memory of their own
     monkeypatch.setenv("CONTRASTILE_GRAPHS", "0")
     pool = cupy.get_default_memory_pool()
     image, text = towers("bfloat16", 2048, 512)
     step(contrastile.clip_loss, image, text, (14.0,), "cupy")
-    gc.collect()  # what an earlier test's traceback holds on to may go at any time
+    gc.collect()  # a traceback of an earlier test may free its tensors at any time
     before, live = pool.total_bytes(), torch.cuda.memory_allocated()
-    found = step(contrastile.clip_loss, image, text, (14.0,), "cupy")
+    results = step(contrastile.clip_loss, image, text, (14.0,), "cupy")
     assert pool.total_bytes() == before
     assert torch.cuda.memory_allocated() > live
-    del found
-    assert comes_down_to(live)
+    del results
+    assert falls_to(live)
 
 
-def test_any_device_may_hold_the_features() -> None:
+def test_features_may_be_on_any_device() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     image, text = towers("bfloat16")
     expected = bits(step(contrastile.clip_loss, image, text, (14.0,), "cupy"))
     with cupy.cuda.Device(1):
-        there = [as_cupy(x.to("cuda:1")) for x in (image, text)]
-    value, gradients = contrastile.value_and_grad(contrastile.clip_loss, backend="cupy")(*there, 14.0)
+        features = [as_cupy(x.to("cuda:1")) for x in (image, text)]
+    value, gradients = contrastile.value_and_grad(contrastile.clip_loss, backend="cupy")(*features, 14.0)
     assert gradients[0].device.id == value.device.id == 1
     with cupy.cuda.Device(1):
         assert bits([value, *gradients]) == expected[:4]
@@ -300,9 +300,9 @@ print("fine")
 
 
 @pytest.mark.parametrize("program", [ALONE, FIRST], ids=["without torch", "backward first"])
-def test_a_process_begins_with_any_call(program: str) -> None:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
-    assert done.stdout == "fine\n", done.stderr
+def test_any_call_may_be_the_first_of_a_process(program: str) -> None:
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
+    assert completed.stdout == "fine\n", completed.stderr
 
 
 def test_features_that_cupy_cannot_take_are_refused_with_the_reason() -> None:

@@ -1,4 +1,4 @@
-"""Small problems on a GPU: what happens around replayed steps, whose results ``contrastile verify`` holds."""
+"""Replayed steps of small problems on a GPU: streams, captures, compilers and errors. verify compares the results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from capturing import captured, stepped, unit_features
+from capturing import capture, unit_features, value_and_gradients
 
 import contrastile
 from contrastile.autograd.operators import OPERATIONS
@@ -29,16 +29,16 @@ def leaves(seed: int) -> list[Any]:
     return [x.requires_grad_() for x in (*features, torch.tensor(14.25 + seed, device="cuda"))]
 
 
-step = partial(stepped, upstream=-2.5)
+step = partial(value_and_gradients, upstream=-2.5)
 
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Steps:
-    """None of other tests, and what is asked for is made."""
+    """Enable graphs, and drop the graphs of other tests."""
     monkeypatch.delenv(settings.GRAPHS, raising=False)
-    for held in (STEPS, OPERATIONS):
-        held.captured.clear()
-        held.seen.clear()
+    for steps in (STEPS, OPERATIONS):
+        steps.captured.clear()
+        steps.seen.clear()
     return STEPS
 
 
@@ -47,30 +47,30 @@ def test_a_stream_has_graphs_of_its_own(backend: str, graphs: Steps, monkeypatch
     loss = partial(contrastile.clip_loss, backend=backend)
     side = torch.cuda.Stream()
     for seed in range(TIMES):
-        given = leaves(seed)
+        arguments = leaves(seed)
         with monkeypatch.context() as patch:
             patch.setenv(settings.GRAPHS, "0")
-            expected = step(loss, given)
-        here = step(loss, given)
+            expected = step(loss, arguments)
+        results = step(loss, arguments)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            there = step(loss, given)
+            side_results = step(loss, arguments)
         torch.cuda.current_stream().wait_stream(side)
-        for found in (here, there):
-            assert all(map(torch.equal, found, expected))
+        for tensors in (results, side_results):
+            assert all(map(torch.equal, tensors, expected))
     assert len(graphs.captured) == 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_who_captures_or_infers_is_left_alone(backend: str, graphs: Steps) -> None:
+def test_a_caller_s_capture_and_inference_mode_use_no_graphs_of_the_package(backend: str, graphs: Steps) -> None:
     loss = partial(contrastile.clip_loss, backend=backend)
-    given = leaves(0)
-    expected = step(loss, given)
-    graph, found = captured(lambda: step(loss, given))
+    arguments = leaves(0)
+    expected = step(loss, arguments)
+    graph, outputs = capture(lambda: step(loss, arguments))
     graph.replay()
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, outputs, expected))
     with torch.inference_mode():
-        values = [loss(*given) for _ in range(TIMES)]
+        values = [loss(*arguments) for _ in range(TIMES)]
     assert all(torch.equal(x, expected[0]) for x in values)
     assert not graphs.captured
 
@@ -78,37 +78,37 @@ def test_who_captures_or_infers_is_left_alone(backend: str, graphs: Steps) -> No
 @pytest.mark.filterwarnings("ignore")  # torch's compiler imports what torch has deprecated
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_calls_are_two_graphs_or_parts_of_the_compilers(
+def test_compiled_calls_use_two_graphs_or_the_graphs_of_the_compiler(
     backend: str, mode: str, graphs: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
     loss = partial(contrastile.clip_loss, backend=backend)
-    compiled = torch.compile(lambda *given: loss(*given), fullgraph=True, dynamic=False, mode=mode)
-    given = [leaves(seed) for seed in range(TIMES)]
+    compiled = torch.compile(lambda *tensors: loss(*tensors), fullgraph=True, dynamic=False, mode=mode)
+    batches = [leaves(seed) for seed in range(TIMES)]
     with monkeypatch.context() as patch:
         patch.setenv(settings.GRAPHS, "0")
-        expected = [step(loss, each) for each in given]
-    for each, values in zip(given, expected, strict=True):
+        expected = [step(loss, batch) for batch in batches]
+    for batch, expected_tensors in zip(batches, expected, strict=True):
         torch.compiler.cudagraph_mark_step_begin()
-        assert all(map(torch.equal, step(compiled, each), values))
+        assert all(map(torch.equal, step(compiled, batch), expected_tensors))
     assert not graphs.captured
     assert len(OPERATIONS.captured) == (2 if mode == "default" else 0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_a_replayed_step_saved_is_checked_as_ever(backend: str, graphs: Steps) -> None:
+def test_a_replayed_step_checks_its_saved_tensors(backend: str, graphs: Steps) -> None:
     loss = partial(contrastile.clip_loss, backend=backend)
-    given = leaves(0)
+    inputs = leaves(0)
     for _ in range(TIMES):
-        value = loss(*given)
+        value = loss(*inputs)
     assert len(graphs.captured) == 1
     with pytest.raises(RuntimeError, match="must not be differentiated itself"):
-        torch.autograd.grad(torch.autograd.grad(loss(*given), given[0], create_graph=True)[0].sum(), given[1])
+        torch.autograd.grad(torch.autograd.grad(loss(*inputs), inputs[0], create_graph=True)[0].sum(), inputs[1])
     value.backward()
     with pytest.raises(RuntimeError, match="second time"):
         value.backward()
-    changed = loss(*given)
+    changed = loss(*inputs)
     with torch.no_grad():
-        given[0].mul_(2)
+        inputs[0].mul_(2)
     with pytest.raises(RuntimeError, match="inplace"):
         changed.backward()

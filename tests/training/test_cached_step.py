@@ -1,4 +1,4 @@
-"""Cached steps beside those without a cache, where ``contrastile verify`` does not take them; ranks."""
+"""Cached steps against steps without a cache, with encoders and ranks that ``contrastile verify`` does not test."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def every_parameter(*modules: nn.Module) -> list[Tensor]:
 
 
 def reentrant(net: nn.Module) -> Callable[[Tensor], Tensor]:
-    # such checkpoints need an input that requires a gradient
+    # reentrant checkpoints need an input that requires a gradient
     return lambda x: checkpoint(net, x.clone().requires_grad_(), use_reentrant=True)
 
 
 COMPILED = pytest.param(functools.partial(torch.compile, backend="aot_eager"), marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("made", [reentrant, COMPILED])
-def test_encoders_may_be_checkpointed_or_compiled(made: Any) -> None:
+@pytest.mark.parametrize("wrap", [reentrant, COMPILED])
+def test_encoders_may_be_checkpointed_or_compiled(wrap: Any) -> None:
     nets, inputs = towers(B, D)
     parameters = every_parameter(*nets)
     expected = graphs_kept(nets, [x.split(5) for x in inputs], 3.0, parameters)
-    encoders = [made(net) for net in nets]
+    encoders = [wrap(net) for net in nets]
     torch.manual_seed(0)
-    found = training.cached_step(encoders, tuple(inputs), product, scale=3.0, chunk=5)
-    assert all(torch.equal(x, y) for x, y in zip((found, *(p.grad for p in parameters)), expected, strict=True))
+    loss = training.cached_step(encoders, tuple(inputs), product, scale=3.0, chunk=5)
+    assert all(torch.equal(x, y) for x, y in zip((loss, *(p.grad for p in parameters)), expected, strict=True))
 
 
 PROGRAM = str(Path(__file__).parent / "programs" / "train_cached.py")
@@ -48,15 +48,15 @@ PROGRAM = str(Path(__file__).parent / "programs" / "train_cached.py")
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_gradients_are_those_of_the_global_loss_and_reduced_once(ranks: int) -> None:
-    ended = launch("torch", PROGRAM, ranks=ranks, seconds=1200)
-    assert ended.code == 0, ended.output
+    result = launch("torch", PROGRAM, ranks=ranks, seconds=1200)
+    assert result.code == 0, result.output
     for rank in range(ranks):
-        found = dict(line.split(": ", 1) for line in ended.said(rank))
-        assert len(found) == 9 + 4
-        for trial, error in found.items():
+        errors = dict(line.split(": ", 1) for line in result.lines(rank))
+        assert len(errors) == 9 + 4
+        for trial, error in errors.items():
             # two DDP modules reduce once each, FSDP2 once for each of the three modules that it shards
-            name, last = trial.rsplit(" ", 1)
+            name, reductions = trial.rsplit(" ", 1)
             if not name.startswith("frozen"):
-                assert last == {"one each": "2", "fsdp": "3"}.get(name, "1"), trial
+                assert reductions == {"one each": "2", "fsdp": "3"}.get(name, "1"), trial
             assert float(error) < 1e-13, (trial, error)
-    assert ended.orphans == 0
+    assert result.orphans == 0

@@ -1,4 +1,4 @@
-"""Training on CUDA: streamed copies, features on the host, a device's random numbers, float16 with a GradScaler."""
+"""Training on CUDA: streamed copies, features on the host, and the random numbers of a device."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def test_streamed_inputs_and_replayed_dropout(pinned: bool) -> None:
     expected = graphs_kept(nets, [x.cuda().split(64) for x in inputs], 3.0, parameters)
     torch.manual_seed(0)
     feeds = tuple(training.stream(x.pin_memory() if pinned else x, 64) for x in inputs)
-    found = training.cached_step(nets, feeds, product, scale=3.0)
-    assert all(torch.equal(x, y) for x, y in zip((found, *(p.grad for p in parameters)), expected, strict=True))
+    loss = training.cached_step(nets, feeds, product, scale=3.0)
+    assert all(torch.equal(x, y) for x, y in zip((loss, *(p.grad for p in parameters)), expected, strict=True))
 
 
-def test_a_streamed_chunk_is_whole_however_slow_the_work() -> None:
+def test_a_slow_consumer_gets_whole_chunks() -> None:
     x = torch.arange(1 << 22, dtype=torch.float32).reshape(1 << 12, 1 << 10)
     ballast = torch.randn(4096, 4096, device="cuda")
-    kept = []
+    sums = []
     for chunk, _ in training.stream(x, 100):
         for _ in range(20):
             ballast = ballast @ ballast / 4096
-        kept.append(chunk.sum(dim=1))
+        sums.append(chunk.sum(dim=1))
         del chunk
-    assert torch.equal(torch.cat(kept).cpu(), torch.cat([part.cuda().sum(dim=1).cpu() for part in x.split(100)]))
+    assert torch.equal(torch.cat(sums).cpu(), torch.cat([part.cuda().sum(dim=1).cpu() for part in x.split(100)]))
 
 
 def host_pairs(b: int, d: int, dtype: torch.dtype, pinned: bool) -> list[Tensor]:
@@ -44,9 +44,9 @@ def host_pairs(b: int, d: int, dtype: torch.dtype, pinned: bool) -> list[Tensor]
     return [(x.pin_memory() if pinned else x).requires_grad_() for x in pair]
 
 
-def step(loss: Any, pair: list[Tensor], **how: Any) -> list[Tensor]:
+def step(loss: Any, pair: list[Tensor], **options: Any) -> list[Tensor]:
     scale = torch.tensor(20.0, device="cuda", requires_grad=True)
-    value = loss(*pair, scale, **how)
+    value = loss(*pair, scale, **options)
     assert value.device.type == "cuda"
     gradients = torch.autograd.grad(3 * value, [*pair, scale])
     assert all(x.device == y.device for x, y in zip(gradients, pair, strict=False))
@@ -60,13 +60,13 @@ def test_features_on_the_host_change_no_bit(loss: Any, dtype: torch.dtype, backe
     if contrastile.backends.available()[backend] is not None:
         pytest.skip(f"{backend} is not here")
     for b, block in ((1000, 300), (1000, 999), (1000, 1000), (700, 4096)):
-        here = [x.detach().cuda().requires_grad_() for x in host_pairs(b, 72, dtype, pinned=False)]
-        # of one block it is the plain call
+        on_device = [x.detach().cuda().requires_grad_() for x in host_pairs(b, 72, dtype, pinned=False)]
+        # a batch of one block is a plain call
         rows = 2 * b if loss is contrastile.nt_xent else b
-        expected = step(loss, here, backend=backend, **({"block": block} if block < rows else {}))
+        expected = step(loss, on_device, backend=backend, **({"block": block} if block < rows else {}))
         for pinned in (False, True):
-            found = step(loss, host_pairs(b, 72, dtype, pinned), device="cuda", block=block, backend=backend)
-            assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True)), (b, block, pinned)
+            results = step(loss, host_pairs(b, 72, dtype, pinned), device="cuda", block=block, backend=backend)
+            assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True)), (b, block, pinned)
 
 
 def test_device_memory_of_features_on_the_host_does_not_grow() -> None:
@@ -77,12 +77,12 @@ def test_device_memory_of_features_on_the_host_does_not_grow() -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        base = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
         step(contrastile.clip_loss, pair, device="cuda", block=block, workspace=16)
-        return torch.cuda.max_memory_allocated() - base
+        return torch.cuda.max_memory_allocated() - allocated
 
     peak(2 * block)
-    one, two = peak(4 * block), peak(16 * block)
-    # numbers of each row and column, while a row of features alone is 1024 bytes
-    assert two - one <= 12 * block * 2 * 192 + 2**20
-    assert one <= 9 * block * d * 4 + 2**25 + 4 * block * 2 * 192 + 64 * 2**20
+    small_peak, large_peak = peak(4 * block), peak(16 * block)
+    # only vectors grow, by 192 bytes for each row and column; a row of features has 1024 bytes
+    assert large_peak - small_peak <= 12 * block * 2 * 192 + 2**20
+    assert small_peak <= 9 * block * d * 4 + 2**25 + 4 * block * 2 * 192 + 64 * 2**20

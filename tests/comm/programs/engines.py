@@ -1,4 +1,4 @@
-"""The two ways of starting ranks, for the programs beside this file."""
+"""The two engines that start ranks, for the programs in this folder."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import sys
 from typing import Any
 
 PATIENCE = 600
-"""Seconds for what is no fault: a busy machine may be slow."""
+"""A deadline in seconds where no rank fails: a busy machine may be slow."""
 
 
 class MPIRanks:
     """``mpirun -n N python -m mpi4py program.py mpi``."""
 
-    # MPI.COMM_WORLD is never freed
-    forgets = False
+    # MPI.COMM_WORLD is never freed, so its communicators stay alive
+    frees_groups = False
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -22,7 +22,7 @@ class MPIRanks:
         self.rank, self.size = self.world.Get_rank(), self.world.Get_size()
 
     def part(self, groups: list[list[int]]) -> Any:
-        """This rank's group among these, which have every rank between them; their ranks in the order given."""
+        """The group of this rank; ``groups`` partition all ranks, and the ranks of a group keep their order."""
         color = next(i for i, ranks in enumerate(groups) if self.rank in ranks)
         return self.world.Split(color, groups[color].index(self.rank))
 
@@ -33,7 +33,7 @@ class MPIRanks:
 class TorchRanks:
     """``torchrun --nproc-per-node N program.py torch``."""
 
-    forgets = True
+    frees_groups = True
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -44,8 +44,8 @@ class TorchRanks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def part(self, groups: list[list[int]]) -> Any:
-        made = [self.dist.new_group(ranks) for ranks in groups]
-        return next(group for group, ranks in zip(made, groups, strict=True) if self.rank in ranks)
+        new_groups = [self.dist.new_group(ranks) for ranks in groups]
+        return next(group for group, ranks in zip(new_groups, groups, strict=True) if self.rank in ranks)
 
     def finish(self) -> None:
         self.world = None
@@ -53,11 +53,11 @@ class TorchRanks:
 
 
 def started() -> Any:
-    """The ranks of this program; its first argument says who started them."""
+    """The ranks of this program; its first argument names the engine that started them."""
     return {"mpi": MPIRanks, "torch": TorchRanks}[sys.argv[1]]()
 
 
 def say(rank: int, text: str) -> None:
-    """One line, whole, also when other ranks write at the same time."""
+    """Write one line at once, so that lines of other ranks cannot break it."""
     sys.stdout.write(f"[{rank}] {text}\n")
     sys.stdout.flush()

@@ -1,6 +1,6 @@
 """A training loop in which one rank fails at one step; started by test_engines.
 
-Arguments: engine, fault, rank, exchange. Every rank prints what it ended with, and the faulty rank when it failed.
+Arguments: engine, fault, rank, exchange. Every rank prints its error, and the faulty rank the time of its fault.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from contrastile.verify.worlds import simulated
 
 STEP = 3
 INSIDE = "killed", "stalls"
-"""What happens in the middle of a call; the rest happens between two calls."""
+"""Faults in the middle of a call; the others happen between two calls."""
 
 
 def fail(group: Any, fault: str) -> None:
-    """Fail in this way, now."""
+    """Commit a fault now."""
     rank = group.rank
     say(rank, f"fails {time.time()}")
     if fault == "killed":
@@ -45,9 +45,9 @@ def fail(group: Any, fault: str) -> None:
         raise ValueError(fault)
 
 
-def absent(ranks: Any, faulty: int) -> None:
-    """A rank that never calls the loss."""
-    # a start takes long on a busy machine, and is not counted
+def connect_without(ranks: Any, faulty: int) -> None:
+    """Connect all ranks but the faulty one."""
+    # on a busy machine the start takes long; it does not count towards the deadline
     ranks.dist.barrier()
     if ranks.rank == faulty:
         time.sleep(1000)
@@ -62,30 +62,30 @@ def main() -> None:
     fault, faulty = sys.argv[2], int(sys.argv[3])
     ranks = started()
     if fault == "absent":
-        absent(ranks, faulty)
+        connect_without(ranks, faulty)
         return
-    # ranks may take long to come here, which is no fault
+    # ranks may arrive here late, which is no fault
     connect(ranks.world, deadline=PATIENCE)
     group = connect(ranks.world, deadline=deadline_or(None))
-    # a rank of its host, and the other host's, wait for one that fails
+    # one rank of the same host and the ranks of the other host wait for the rank that fails
     group.hosts = simulated(group.size, 2)
-    draw = np.random.default_rng(ranks.rank)
-    image, text = (draw.standard_normal((20 + ranks.rank, 8)) for _ in range(2))
-    both = contrastile.value_and_grad(contrastile.clip_loss, backend="numpy", group=group, exchange=sys.argv[4])
+    rng = np.random.default_rng(ranks.rank)
+    image, text = (rng.standard_normal((20 + ranks.rank, 8)) for _ in range(2))
+    compute = contrastile.value_and_grad(contrastile.clip_loss, backend="numpy", group=group, exchange=sys.argv[4])
     backend = load("numpy")
-    compute, step = backend.gradients, 0
+    real_gradients, step = backend.gradients, 0
 
     def gradients(*args: object) -> None:
         if step == STEP and fault in INSIDE and ranks.rank == faulty:
             fail(group, fault)
-        compute(*args)
+        real_gradients(*args)
 
     object.__setattr__(backend, "gradients", gradients)
     try:
         for step in range(1000):
             if step == STEP and fault not in INSIDE and ranks.rank == faulty:
                 fail(group, fault)
-            both(image, text, 2.0)
+            compute(image, text, 2.0)
     except BaseException as error:
         say(ranks.rank, f"{time.time()} {type(error).__name__}: {error}")
         raise

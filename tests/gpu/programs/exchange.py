@@ -1,9 +1,9 @@
-"""Shows that the exchange runs on the GPUs of one host: every primitive, bit for bit.
+"""Check every primitive of the exchange on the GPUs of one host, bit for bit.
 
 ``torchrun --nproc-per-node N exchange.py torch`` for NCCL through torch, ``... gloo`` for GPUs through the host,
 ``mpirun -n N python -m mpi4py exchange.py mpi`` for MPI's ranks (through the host where they share a GPU), and
-``python exchange.py alone`` for NCCL from a GPU to itself. One line per check. The primitives' checks are those of
-``tests/comm/programs``; the losses over these ranks are ``contrastile verify --world``'s.
+``python exchange.py alone`` for NCCL from a GPU to itself. It prints one line per check. The checks of primitives are
+those of ``tests/comm/programs``. ``contrastile verify --world`` checks the losses over these ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "comm" / "programs"))
 
 import numpy as np
-from primitives import BY_THREADS, DTYPES, PLACES, host, refusal
+from primitives import BY_THREADS, DTYPES, PLACES, error_message, host
 
 import contrastile
 from contrastile.comm.communicator import MismatchError
@@ -30,7 +30,7 @@ SECONDS = 240
 
 
 def join(engine: str) -> tuple[Any, int, Callable[[], None]]:
-    """The group of all ranks, this rank's GPU, and what ends it."""
+    """The group of all ranks, the rank within its host, and a function that closes the group."""
     if engine == "mpi":
         from mpi4py import MPI
 
@@ -38,32 +38,32 @@ def join(engine: str) -> tuple[Any, int, Callable[[], None]]:
     import torch
     import torch.distributed as dist
 
-    number = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(number % torch.cuda.device_count())
+    local_rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local_rank % torch.cuda.device_count())
     dist.init_process_group("nccl" if engine == "torch" else "gloo")
-    return dist.group.WORLD, number, dist.destroy_process_group
+    return dist.group.WORLD, local_rank, dist.destroy_process_group
 
 
-def libraries(number: int) -> Iterator[tuple[str, Callable[[Any, str], Any]]]:
-    """The array libraries that are there, and how each puts a NumPy array on this rank's GPU."""
+def libraries(local_rank: int) -> Iterator[tuple[str, Callable[[Any, str], Any]]]:
+    """The installed array libraries, and a function that copies a NumPy array to the GPU of this rank."""
     try:
         import cupy
     except ImportError:
         pass
     else:
-        cupy.cuda.Device(number % cupy.cuda.runtime.getDeviceCount()).use()
+        cupy.cuda.Device(local_rank % cupy.cuda.runtime.getDeviceCount()).use()
         yield "cupy", lambda x, dtype: cupy.asarray(x).astype(dtype)
     try:
         import torch
     except ImportError:
         return
-    device = torch.device("cuda", number % torch.cuda.device_count())
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     yield "torch", lambda x, dtype: torch.from_numpy(x).to(device, getattr(torch, dtype))
 
 
-def unwaited(comm: Any, put: Callable[[Any, str], Any]) -> int:
-    """Messages of all sizes, none of which the host waits for; how many numbers were right."""
+def send_without_host_waits(comm: Any, put: Callable[[Any, str], Any]) -> int:
+    """Send messages of all sizes without a wait on the host, and return the count of correct numbers."""
     n, rank, count = comm.size, comm.rank, 0
     expected = []
     for turn in range(200):
@@ -73,18 +73,18 @@ def unwaited(comm: Any, put: Callable[[Any, str], Any]) -> int:
         x += 1000 * rank + turn
         pending = comm.all_to_all([x[: sizes[rank][r]] for r in range(n)], incoming)
         pending.wait()
-        # what was sent is the sender's again
+        # after the wait the sender may overwrite the array
         x *= 0
         expected.append((incoming, [np.arange(sizes[r][rank]) + 1000 * r + turn for r in range(n)]))
     for incoming, values in expected:
-        for got, wanted in zip(incoming, values, strict=True):
-            assert np.array_equal(host(got), wanted), (rank, wanted.size)
-            count += wanted.size
+        for array, value in zip(incoming, values, strict=True):
+            assert np.array_equal(host(array), value), (rank, value.size)
+            count += value.size
     return count
 
 
-def overwritten(comm: Any, put: Callable[[Any, str], Any]) -> None:
-    """Work queued before a message is posted is in it, and work queued after it was waited for is not."""
+def overwrite_around_messages(comm: Any, put: Callable[[Any, str], Any]) -> None:
+    """A message contains work that was queued before its post, and no work that was queued after the wait for it."""
     n, rank = comm.size, comm.rank
     x, y = (put(np.full(1 << 22, float(rank)), "float32") for _ in range(2))
     for turn in range(20):
@@ -100,13 +100,13 @@ def overwritten(comm: Any, put: Callable[[Any, str], Any]) -> None:
 
 def scales_that_differ(comm: Any, put: Callable[[Any, str], Any]) -> None:
     """The loss is NaN on every rank, and the next call raises."""
-    pair = [put(np.eye(4, 9), "float32") for _ in range(2)]
+    features = [put(np.eye(4, 9), "float32") for _ in range(2)]
     for exchange in ("ring", "gather", "replicate"):
-        both = contrastile.value_and_grad(contrastile.clip_loss, group=comm, exchange=exchange)
-        value, gradients = both(*pair, put(np.asarray(14.25 + comm.rank), "float32"))
+        value_and_grad = contrastile.value_and_grad(contrastile.clip_loss, group=comm, exchange=exchange)
+        value, gradients = value_and_grad(*features, put(np.asarray(14.25 + comm.rank), "float32"))
         assert all(np.isnan(host(x)).all() for x in (value, *gradients)), (exchange, value)
-        said = refusal(MismatchError, lambda: both(*pair, put(np.asarray(14.25), "float32")))  # noqa: B023
-        assert said.startswith("scale must be the same on every rank, got 14.25 on rank 0, 15.25 on rank 1"), said
+        error = error_message(MismatchError, lambda: value_and_grad(*features, put(np.asarray(14.25), "float32")))  # noqa: B023
+        assert error.startswith("scale must be the same on every rank, got 14.25 on rank 0, 15.25 on rank 1"), error
 
 
 def alone() -> None:
@@ -130,38 +130,38 @@ def alone() -> None:
 
 
 def main() -> None:
-    """One of the programs."""
+    """Run the program of the engine."""
     faulthandler.dump_traceback_later(SECONDS, exit=True)
-    started, engine = time.monotonic(), sys.argv[1]
+    start, engine = time.monotonic(), sys.argv[1]
     if engine == "alone":
         alone()
         return
-    group, number, leave = join(engine)
+    group, local_rank, close_group = join(engine)
     comm = connect(group)
-    for library, put in libraries(number):
+    for library, put in libraries(local_rank):
         x = put(np.zeros(1), "float32")
         comm.shift([x], [put(np.zeros(1), "float32")]).wait()
-        _say(comm, f"{engine} {library}: messages by {comm.name}", started)
-        # the checks know it by this name, whichever it is
+        _say(comm, f"{engine} {library}: messages by {comm.name}", start)
+        # the checks use this name for every library
         PLACES.clear()
         PLACES["torch"] = put
         for check in BY_THREADS:
             check(comm)
-        _say(comm, f"{engine} {library}: every primitive right, by {comm.name}", started)
-        numbers = unwaited(comm, put)
-        overwritten(comm, put)
+        _say(comm, f"{engine} {library}: every primitive right, by {comm.name}", start)
+        numbers = send_without_host_waits(comm, put)
+        overwrite_around_messages(comm, put)
         if comm.size > 1:
             scales_that_differ(comm, put)
-        _say(comm, f"{engine} {library}: {numbers} numbers of messages that nobody waited for right", started)
+        _say(comm, f"{engine} {library}: {numbers} numbers of messages that nobody waited for right", start)
     comm.agree(np.zeros(1, dtype=np.int64))
-    leave()
+    close_group()
     if comm.rank == 0:
         print("done", flush=True)
 
 
-def _say(comm: Any, text: str, started: float) -> None:
+def _say(comm: Any, text: str, start: float) -> None:
     if comm.rank == 0:
-        print(f"{time.monotonic() - started:5.1f} s {text}", flush=True)
+        print(f"{time.monotonic() - start:5.1f} s {text}", flush=True)
 
 
 if __name__ == "__main__":
