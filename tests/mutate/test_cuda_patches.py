@@ -1,4 +1,4 @@
-"""The patches of the CUDA sources compile: NVRTC needs neither CuPy nor a GPU."""
+"""The patched CUDA sources compile with NVRTC, which needs neither CuPy nor a GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KERNELS = {
     "scale_cast.cu": instance("scale_cast", "scale_cast", "float", "float"),
     "weighted_sm90.cu": weighted_kernel(HOPPER, across=True),
 }
-"""One kernel that holds each file; a source that is not here holds one that has its name."""
+"""A kernel that includes each file; other sources have a kernel of their own name."""
 
 
 @pytest.mark.slow
@@ -49,7 +49,7 @@ def test_a_patch_compiles(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.Mo
     sources = Path(shutil.copytree(build.SOURCES, tmp_path / "cuda"))
     (sources / file.name).write_text(mutant.applied(), encoding="utf-8")
     monkeypatch.setattr(build, "SOURCES", sources)
-    # to PTX, of which the assembler would take as long again
+    # compile to PTX only, because the assembler would double the time
     architecture = "compute_90a" if file.stem.endswith("sm90") else "compute_80"
     compiled = build.compile_instance(KERNELS.get(file.name) or instance(file.stem, file.stem), architecture)
     assert compiled.kernel

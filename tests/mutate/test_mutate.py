@@ -31,14 +31,14 @@ SHORT = {"--case": ["ragged"], "--property": ["value"], "--dtype": ["float32"]}
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verify is one case, for mutants that it cannot catch."""
+    """Reduce verify to one case, for mutants that it cannot catch."""
     words = [word for option, values in SHORT.items() for word in (option, *values)]
     monkeypatch.setattr(run, "arguments", lambda mutant, device: [words])
 
 
 def run_one(mutant: Mutant) -> Result:
-    (found,) = MutationRun([mutant], deadline=1200.0).all()
-    return found
+    (result,) = MutationRun([mutant], deadline=1200.0).all()
+    return result
 
 
 @pytest.mark.slow
@@ -47,14 +47,14 @@ def test_a_mutant_of_every_component_is_caught(tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "mutants.json"
     assert main(["mutate", "--mutant", *QUICK, "--quiet", "--jobs", "2", "--json", str(path)]) == 0
     assert capsys.readouterr().out == f"PASS: {len(QUICK)} of {len(QUICK)} mutants caught\n"
-    read = json.loads(path.read_text(encoding="utf-8"))
-    assert read["verdict"] == "pass"
-    assert [each["name"] for each in read["mutants"]] == QUICK
-    for each in read["mutants"]:
-        assert each["status"] == "caught"
-        assert all(each[key] for key in ("case", "property", "dtype", "reason"))
-        assert each["problems"] >= 1
-        assert each["seconds"] > 0
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert report["verdict"] == "pass"
+    assert [row["name"] for row in report["mutants"]] == QUICK
+    for row in report["mutants"]:
+        assert row["status"] == "caught"
+        assert all(row[key] for key in ("case", "property", "dtype", "reason"))
+        assert row["problems"] >= 1
+        assert row["seconds"] > 0
 
 
 SIDES = "sides = [[np.full("
@@ -71,32 +71,32 @@ def misfit(after: str) -> Mutant:
         (replace(HARMLESS, equivalent="a blank line"), "equivalent", "a blank line"),
         (replace(WRONG, equivalent="a claim"), "broken", "declared equivalent, but caught: "),
         (replace(HARMLESS, before="no such text"), "broken", "update the patch"),
-        # what does not fit its code does not catch itself
+        # an error of the patch itself is no catch
         (misfit("found = nowhere.to_be_found"), "broken", "raised NameError"),
         (misfit("found = ("), "broken", "SyntaxError"),
         (misfit("import nowhere"), "broken", "nowhere"),
     ],
 )
-def test_what_is_not_caught(mutant: Mutant, status: str, reason: str) -> None:
-    found = run_one(mutant)
-    assert (found.status, reason in found.reason) == (status, True)
-    assert as_json([found])["verdict"] == "fail"
+def test_a_mutant_that_is_not_caught(mutant: Mutant, status: str, reason: str) -> None:
+    result = run_one(mutant)
+    assert (result.status, reason in result.reason) == (status, True)
+    assert as_json([result])["verdict"] == "fail"
 
 
 @pytest.mark.usefixtures("short")
-def test_a_check_that_the_right_code_fails_catches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = Path(shutil.copytree(PACKAGE, tmp_path / "contrastile"))
-    (wrong / WRONG.file).write_text(WRONG.applied(), encoding="utf-8")
-    monkeypatch.setattr(run, "PACKAGE", wrong)
-    found = run_one(MUTANTS["numpy:positives-among-negatives"])
-    assert found.status == "broken"
-    assert found.reason.startswith("the correct code fails there, too: statistics[")
+def test_a_check_that_the_correct_code_fails_catches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Path(shutil.copytree(PACKAGE, tmp_path / "contrastile"))
+    (package / WRONG.file).write_text(WRONG.applied(), encoding="utf-8")
+    monkeypatch.setattr(run, "PACKAGE", package)
+    result = run_one(MUTANTS["numpy:positives-among-negatives"])
+    assert result.status == "broken"
+    assert result.reason.startswith("the correct code fails there, too: statistics[")
 
 
 @pytest.mark.usefixtures("short")
 def test_a_run_that_takes_too_long_is_given_up() -> None:
-    (found,) = MutationRun([HARMLESS], deadline=0.1).all()
-    assert (found.status, found.reason) == ("missed", "verify had no verdict after 0.1 s")
+    (result,) = MutationRun([HARMLESS], deadline=0.1).all()
+    assert (result.status, result.reason) == ("missed", "verify had no verdict after 0.1 s")
 
 
 @pytest.mark.parametrize(
@@ -110,11 +110,11 @@ def test_a_run_that_takes_too_long_is_given_up() -> None:
     ],
 )
 def test_the_verdict_is_that_of_verify(done: Done, status: str, reason: str) -> None:
-    found = verdict(HARMLESS, done)
-    assert (found.status, found.reason) == (status, reason)
+    result = verdict(HARMLESS, done)
+    assert (result.status, result.reason) == (status, reason)
 
 
-def test_the_old_bytecode_is_not_taken_for_the_new_source(tmp_path: Path) -> None:
+def test_planting_removes_the_old_bytecode(tmp_path: Path) -> None:
     package = tmp_path / "package"
     (package / "__pycache__").mkdir(parents=True)
     (package / "a.py").write_text("x = 1\n", encoding="utf-8")
@@ -123,7 +123,7 @@ def test_the_old_bytecode_is_not_taken_for_the_new_source(tmp_path: Path) -> Non
     plant(Mutant("", "", "a.py", "1", "2"), tmp_path / "copy", package)
     copy = tmp_path / "copy" / "package"
     assert (copy / "a.py").read_text(encoding="utf-8") == "x = 2\n"
-    assert [each.name for each in (copy / "__pycache__").iterdir()] == ["ab.cpython-311.pyc"]
+    assert [file.name for file in (copy / "__pycache__").iterdir()] == ["ab.cpython-311.pyc"]
     assert (package / "a.py").read_text(encoding="utf-8") == "x = 1\n"
 
 
@@ -139,7 +139,7 @@ def test_the_list_names_every_mutant(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.startswith("numpy:")
 
 
-def test_the_report_counts_what_is_counted() -> None:
+def test_the_report_counts_every_status() -> None:
     caught = verdict(HARMLESS, Done(1, [{"status": "pass", "dtype": "float32", "case": "hot"}], ""))
     missed = verdict(HARMLESS, Done(0, [], ""))
     equivalent = replace(missed, status="equivalent")

@@ -1,4 +1,4 @@
-"""The registry: every patch fits the source it is written for."""
+"""The registry of mutants: every patch fits its source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contrastile.verify.properties import PROPERTIES
 ALL = list(every())
 
 
-def test_there_are_mutants_in_every_component_and_no_two_of_a_name() -> None:
+def test_every_component_has_mutants_and_names_are_unique() -> None:
     assert {mutant.component for mutant in ALL} == set(COMPONENTS)
     assert len({mutant.name for mutant in ALL}) == len(ALL)
     assert sum(mutant.equivalent is None for mutant in ALL) >= 60
@@ -49,23 +49,23 @@ device: cuda
 """
 
 
-def test_a_list_is_read_as_it_is_written(tmp_path: Path) -> None:
+def test_a_list_of_patches_is_read(tmp_path: Path) -> None:
     (mutant,) = read("numpy", LIST)
-    facts = ("--case", "hot"), "no test reads it", "cuda"
-    assert mutant == Mutant("numpy:first", "what is wrong", "a.py", "one two\ntwo", "one", *facts)
+    attributes = ("--case", "hot"), "no test reads it", "cuda"
+    assert mutant == Mutant("numpy:first", "what is wrong", "a.py", "one two\ntwo", "one", *attributes)
     (tmp_path / "a.py").write_text("one two\ntwo\n", encoding="utf-8")
     assert mutant.applied(tmp_path) == "one\n"
 
 
 @pytest.mark.parametrize("old", ["== a.py", "first: what is wrong\n", "+ one\n", "checks"])
-def test_a_list_that_is_not_written_so_is_refused(old: str) -> None:
+def test_a_malformed_list_is_refused(old: str) -> None:
     with pytest.raises(PatchError, match="a patch must be written as in"):
         list(read("numpy", LIST.replace(old, "else" if old == "checks" else "")))
 
 
-def test_every_property_catches_a_defect_and_says_what_it_is() -> None:
+def test_every_property_catches_a_mutant_and_has_a_description() -> None:
     record = json.loads((PACKAGE.parent / "docs" / "results" / "mutants.json").read_text(encoding="utf-8"))
-    caught = {each["property"] for each in record["mutants"]}
-    caught |= {word for each in ALL for word in each.checks}
+    caught = {row["property"] for row in record["mutants"]}
+    caught |= {word for mutant in ALL for word in mutant.checks}
     assert set(PROPERTIES) <= caught
-    assert all(each.about.endswith(".") for each in PROPERTIES.values())
+    assert all(x.about.endswith(".") for x in PROPERTIES.values())

@@ -1,4 +1,4 @@
-"""``contrastile verify``: selection, exit codes, errors in one line, and the command that reruns a failure."""
+"""``contrastile verify``: selection, exit codes, JSON, and the command that reruns a failure."""
 
 import json
 import os
@@ -20,16 +20,16 @@ def test_a_sound_backend_exits_0_and_json_holds_the_rows_of_every_case_of_a_name
     path = tmp_path / "out.json"
     assert main([*QUICK[:4], "ids-target", "one-row", *QUICK[5:], "--json", str(path)]) == 0
     assert "PASS: 2 passed" in capsys.readouterr().out
-    read = json.loads(path.read_text(encoding="utf-8"))
-    assert read["verdict"] == "pass"
-    assert [row["case"] for row in read["rows"]] == ["one-row", "ids-target@far"]
-    for row in read["rows"]:
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert report["verdict"] == "pass"
+    assert [row["case"] for row in report["rows"]] == ["one-row", "ids-target@far"]
+    for row in report["rows"]:
         assert (row["backend"], row["property"], row["dtype"]) == ("numpy", "value", "float64")
         assert 0 <= row["ratio"] < 1
 
 
 @pytest.mark.parametrize(("case", "prop"), [("ragged", "shift"), ("drawn", "drawn")])
-def test_the_rerun_command_reproduces_the_failure_and_nothing_is_left(capsys, case, prop, tmp_path, monkeypatch):
+def test_the_rerun_command_reproduces_the_failure_and_leaves_no_file(capsys, case, prop, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["verify", "--backend", BROKEN, "--dtype", "float32", "--seed", "7", "--examples", "20", "--quiet"]
     assert main([*words, "--case", case, "--property", prop]) == 1
@@ -43,21 +43,21 @@ def test_the_rerun_command_reproduces_the_failure_and_nothing_is_left(capsys, ca
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_processes_find_what_one_finds_in_the_same_order_and_fail_fast_stops_at_the_first_failure(tmp_path):
+def test_two_processes_give_the_rows_of_one_in_order_and_fail_fast_stops_at_the_first_failure(tmp_path):
     words = f"verify --backend {BROKEN} numpy --case one-row ragged smoke --dtype float64 --property value gradients"
-    found = []
-    for how in ("--jobs=1", "--jobs=2", "--fail-fast"):
-        path = tmp_path / f"{how}.json"
-        assert main([*words.split(), "--quiet", how, "--json", str(path)]) == 1
-        found.append(json.loads(path.read_text(encoding="utf-8"))["rows"])
-    assert found[0] == found[1]
-    assert len(found[0]) == 12
-    first = [row["status"] for row in found[0]].index("fail")
-    assert found[2] == found[0][: first + 1]
+    rows_of_runs = []
+    for option in ("--jobs=1", "--jobs=2", "--fail-fast"):
+        path = tmp_path / f"{option}.json"
+        assert main([*words.split(), "--quiet", option, "--json", str(path)]) == 1
+        rows_of_runs.append(json.loads(path.read_text(encoding="utf-8"))["rows"])
+    assert rows_of_runs[0] == rows_of_runs[1]
+    assert len(rows_of_runs[0]) == 12
+    first = [row["status"] for row in rows_of_runs[0]].index("fail")
+    assert rows_of_runs[2] == rows_of_runs[0][: first + 1]
     assert first < 11
 
 
-def test_quick_leaves_out_what_nobody_asked_for_and_says_so(capsys):
+def test_quick_skips_unselected_checks_and_says_so(capsys):
     assert main(["verify", "--quick", "--backend", "numpy", "--property", "value", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     count = len([name for name in options.QUICK_CASES if name in cases.CASES])
@@ -76,17 +76,17 @@ importlib.util.find_spec = lambda name, *package: None if name == "torch" else f
 
 @pytest.mark.slow
 def test_an_absent_backend_is_skipped_unless_named(monkeypatch, capsys, tmp_path):
-    # of the process in which backends are loaded
+    # this file hides torch in the processes that load backends
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_TORCH, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     path = tmp_path / "out.json"
-    every = [word for word in QUICK if word not in ("--backend", "numpy")]
-    assert main([*every, "--json", str(path)]) == 0
+    words = [word for word in QUICK if word not in ("--backend", "numpy")]
+    assert main([*words, "--json", str(path)]) == 0
     assert "pip install 'contrastile[torch]'" in " ".join(capsys.readouterr().out.split())
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    # whether Triton and CuPy are installed, and where they run, is not this test's business
-    host = [row for row in rows if row["backend"] not in ("triton", "cupy")]
-    assert [(row["backend"], row["status"], row["property"]) for row in host] == [
+    # the test does not depend on whether Triton and CuPy are installed
+    rows_of_host = [row for row in rows if row["backend"] not in ("triton", "cupy")]
+    assert [(row["backend"], row["status"], row["property"]) for row in rows_of_host] == [
         ("torch", "skip", "all"),
         ("numpy", "pass", "value"),
     ]

@@ -1,4 +1,4 @@
-"""Running a problem and comparing its outcome."""
+"""Running a problem and comparing its outcome with the truth."""
 
 from dataclasses import replace
 
@@ -20,24 +20,24 @@ ONES = Outcome(
 BOUND = replace(ONES, loss=np.asarray(0.5))
 
 
-def changed(field, index, value):
+def with_element(field, index, value):
     x = getattr(ONES, field).copy()
     x[index] = value
     return replace(ONES, **{field: x})
 
 
 def test_worst_element_is_located():
-    worst = compare(changed("rows", (2, 1), 1.5), ONES, BOUND)
+    worst = compare(with_element("rows", (2, 1), 1.5), ONES, BOUND)
     assert (worst.field, worst.index, worst.error, worst.bound, worst.ratio) == ("rows", (2, 1), 0.5, 1.0, 0.5)
     assert str(worst) == "rows[2, 1]: error 0.5, bound 1"
 
 
-@pytest.mark.parametrize(("got", "excess"), [(1.0 + 2**-9, 0.0), (1.0 + 2**-9 + 2**-12, 0.25), (1.25, 1.0)])
-def test_the_rounding_of_a_stored_result_is_left_out_of_the_excess(got, excess):
-    # half a spacing of 2^-8 at 1, and 2^-10 for the arithmetic
+@pytest.mark.parametrize(("value", "excess"), [(1.0 + 2**-9, 0.0), (1.0 + 2**-9 + 2**-12, 0.25), (1.25, 1.0)])
+def test_the_excess_omits_the_rounding_of_a_stored_result(value, excess):
+    # the bound is half a spacing of 2^-8 at 1, plus 2^-10 for the arithmetic
     bound = replace(BOUND, rows=np.full((3, 2), 2**-9 + 2**-10), rounding=(2.0**-9, 0.0))
-    worst = compare(changed("rows", (2, 1), got), ONES, bound)
-    assert worst.ratio == (got - 1.0) / (2**-9 + 2**-10)
+    worst = compare(with_element("rows", (2, 1), value), ONES, bound)
+    assert worst.ratio == (value - 1.0) / (2**-9 + 2**-10)
     assert worst.excess == (excess if worst.ratio < 1 else worst.ratio)
 
 
@@ -54,7 +54,7 @@ def test_column_blocks_are_told_apart():
 
 
 @pytest.mark.parametrize(
-    ("got", "true", "ratio"),
+    ("value", "expected", "ratio"),
     [
         (1.0, 1.0, 0.0),
         (np.nan, np.nan, 0.0),
@@ -70,14 +70,14 @@ def test_column_blocks_are_told_apart():
     ],
 )
 @pytest.mark.parametrize("bound", [0.0, 1.0, np.inf])
-def test_what_is_not_finite_must_be_the_same_and_what_is_the_same_has_ratio_0(got, true, ratio, bound):
+def test_equal_values_have_ratio_0_and_other_nonfinite_values_an_infinite_one(value, expected, ratio, bound):
     bounds = replace(BOUND, rows=np.full((3, 2), bound))
-    assert compare(changed("rows", (1, 0), got), changed("rows", (1, 0), true), bounds).ratio == ratio
+    assert compare(with_element("rows", (1, 0), value), with_element("rows", (1, 0), expected), bounds).ratio == ratio
 
 
-def test_an_error_above_bound_0_or_nan_a_missing_field_and_a_wrong_shape_are_hopeless():
+def test_a_bound_of_0_or_nan_a_missing_field_and_a_wrong_shape_give_an_infinite_ratio():
     for bound in (0.0, np.nan):
-        worst = compare(changed("rows", (1, 0), 1.25), ONES, replace(BOUND, rows=np.full((3, 2), bound)))
+        worst = compare(with_element("rows", (1, 0), 1.25), ONES, replace(BOUND, rows=np.full((3, 2), bound)))
         assert (worst.ratio, worst.index, worst.error) == (np.inf, (1, 0), 0.25)
     assert compare(replace(ONES, rows=None), ONES, BOUND).ratio == np.inf
     assert compare(replace(ONES, rows=np.ones((4, 2))), ONES, BOUND).ratio == np.inf
@@ -85,7 +85,7 @@ def test_an_error_above_bound_0_or_nan_a_missing_field_and_a_wrong_shape_are_hop
 
 
 def test_only_the_named_fields_are_compared():
-    assert compare(changed("rows", (0, 0), 9.0), ONES, BOUND, ("loss", "scale")).ratio == 0.0
+    assert compare(with_element("rows", (0, 0), 9.0), ONES, BOUND, ("loss", "scale")).ratio == 0.0
 
 
 def test_a_backend_cannot_reach_the_problem():
@@ -97,6 +97,6 @@ def test_a_backend_cannot_reach_the_problem():
     assert problem.columns[0].any()
 
 
-def test_what_is_missing_the_second_time_is_not_the_same():
+def test_a_missing_field_is_not_identical():
     assert identical(ONES, ONES).ratio == 0.0
     assert "rows is missing" in str(identical(replace(ONES, rows=None), ONES))

@@ -1,4 +1,4 @@
-"""The report: verdict, JSON, table, skips, causes; and its page: what it holds, that it escapes and loads nothing."""
+"""The report: verdict, JSON, table, skips and causes. Its HTML page: contents, escaping, and no external address."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from contrastile.verify.runner import Failure, Row
 
 def row(**changes: Any) -> Row:
     base = {"backend": "numpy", "property": "value", "case": "smoke", "dtype": "float32", "device": "cpu", "world": 1}
-    found = base | {"ratio": 0.25, "status": "pass", "reason": ""} | changes
-    return Row(**({"excess": found["ratio"]} | found))  # type: ignore[typeddict-item]
+    values = base | {"ratio": 0.25, "status": "pass", "reason": ""} | changes
+    return Row(**({"excess": values["ratio"]} | values))  # type: ignore[typeddict-item]
 
 
 def untested(**changes: Any) -> Row:
-    """A row of a backend that is not there."""
+    """A row of a missing backend."""
     return row(**({"property": "all", "case": "all", "ratio": None, "status": "skip", "reason": "no cupy"} | changes))
 
 
-def failure(worst: Worst, command: str = "", **where: Any) -> Failure:
-    failed = row(**({"ratio": worst.ratio, "status": "fail", "reason": str(worst)} | where))
-    return Failure(failed, worst, "", command or f"contrastile verify --case {failed['case']}")
+def failure(worst: Worst, command: str = "", **changes: Any) -> Failure:
+    failed_row = row(**({"ratio": worst.ratio, "status": "fail", "reason": str(worst)} | changes))
+    return Failure(failed_row, worst, "", command or f"contrastile verify --case {failed_row['case']}")
 
 
 PASSED = row()
@@ -52,16 +52,17 @@ def test_json_is_strict_and_has_the_schema(tmp_path):
     def refuse(constant):
         raise AssertionError(constant)
 
-    read = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
-    assert list(read) == ["verdict", "loose", "environment", "rows"]
-    assert read["verdict"] == "fail"
-    assert [each["ratio"] for each in read["rows"]] == [0.25, 12.0, None, None]
-    assert [each["excess"] for each in read["rows"]] == [0.25, 12.0, None, None]
-    assert [each["status"] for each in read["rows"]] == ["pass", "fail", "fail", "skip"]
+    document = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    assert list(document) == ["verdict", "loose", "environment", "rows"]
+    assert document["verdict"] == "fail"
+    assert [x["ratio"] for x in document["rows"]] == [0.25, 12.0, None, None]
+    assert [x["excess"] for x in document["rows"]] == [0.25, 12.0, None, None]
+    assert [x["status"] for x in document["rows"]] == ["pass", "fail", "fail", "skip"]
     fields = {"backend", "property", "case", "dtype", "device", "world", "ratio", "excess", "status", "reason"}
-    assert all(set(each) == fields for each in read["rows"])
-    found = as_json([PASSED, SKIPPED])
-    assert found == {"verdict": "pass", "loose": False, "environment": found["environment"], "rows": [PASSED, SKIPPED]}
+    assert all(set(x) == fields for x in document["rows"])
+    document = as_json([PASSED, SKIPPED])
+    environment = document["environment"]
+    assert document == {"verdict": "pass", "loose": False, "environment": environment, "rows": [PASSED, SKIPPED]}
 
 
 def test_the_table_has_a_line_for_each_backend_and_dtype():
@@ -86,10 +87,10 @@ def test_a_ratio_is_rounded_down_and_leaves_out_the_rounding_of_the_result():
 
 def test_noise_within_every_bound_is_loose_and_not_wrong():
     noisy = row(property="plain", ratio=1.2, status="fail")
-    found = [as_json(rows, seed=7) for rows in ([PASSED, noisy], [noisy, FAILED], [PASSED])]
-    assert [x["loose"] for x in found] == [True, False, False]
+    documents = [as_json(rows, seed=7) for rows in ([PASSED, noisy], [noisy, FAILED], [PASSED])]
+    assert [x["loose"] for x in documents] == [True, False, False]
     assert "1 failed, 0 skipped (loose, not wrong: within every bound" in summary([PASSED, noisy])
-    assert found[0]["seed"] == 7
+    assert documents[0]["seed"] == 7
 
 
 def test_skips_are_grouped_by_reason():
@@ -114,20 +115,20 @@ def test_the_summary_counts_and_names_what_was_not_tested():
 
 def test_failures_of_one_cause_are_together():
     wrong = Worst(12.0, "columns[1]", (3,), 12.0, 1.0)
-    found = [
+    failures = [
         failure(wrong, case="hot"),
-        # what follows in the same case is a consequence
+        # a later failure in the same case is a consequence
         failure(Worst(2.0, "loss", (), 2.0, 1.0), case="hot", property="tiles"),
         failure(replace(wrong, field="columns[0]", ratio=99.0), case="ragged"),
         failure(Worst(2.0, "loss", (), 2.0, 1.0), case="wide"),
         failure(wrong, case="hot", backend="torch"),
     ]
-    assert [[found.index(each) for each in group] for group in causes(found)] == [[0, 1, 2], [3], [4]]
+    assert [[failures.index(x) for x in group] for group in causes(failures)] == [[0, 1, 2], [3], [4]]
 
 
 def test_a_cause_is_shown_once_with_how_many_follow(capsys):
-    found = [failure(Worst(12.0, "loss", (), 12.0, 1.0), case=name) for name in ("a", "b", "c", "d", "e")]
-    show([each.row for each in found], found, quiet=True)
+    failures = [failure(Worst(12.0, "loss", (), 12.0, 1.0), case=name) for name in ("a", "b", "c", "d", "e")]
+    show([x.row for x in failures], failures, quiet=True)
     out = capsys.readouterr().out
     assert out.count("FAILED") == 1
     assert "and 4 more, likely of the same cause: value; 4 cases; float32" in out
@@ -135,9 +136,9 @@ def test_a_cause_is_shown_once_with_how_many_follow(capsys):
 
 @pytest.mark.parametrize("quiet", [True, False])
 def test_a_failure_shows_element_bound_and_command(capsys, quiet):
-    found = [failure(Worst(12.0, "loss", (), 12.0, 1.0), case="ragged")]
+    failures = [failure(Worst(12.0, "loss", (), 12.0, 1.0), case="ragged")]
     absent = untested(backend="cupy", dtype="all")
-    show([PASSED, FAILED, SKIPPED, absent], found, quiet=quiet)
+    show([PASSED, FAILED, SKIPPED, absent], failures, quiet=quiet)
     out = capsys.readouterr().out
     for text in ("loss: error 12, bound 1", "error / bound = 12", "rerun: contrastile verify --case ragged", "FAIL: 1"):
         assert text in out
@@ -158,16 +159,16 @@ def points(**changes: float) -> list[Point]:
     return [Point(axis=axis, x=x, **lines) for axis, values in AXES.items() for x in values]  # type: ignore[typeddict-item]
 
 
-def report(*more: Row, failures: tuple[Failure, ...] = ()) -> str:
-    rows = [row(), row(property="growth", case="growth", points=points()), row(property="tiles", ratio=1e-9), *more]
+def report(*others: Row, failures: tuple[Failure, ...] = ()) -> str:
+    rows = [row(), row(property="growth", case="growth", points=points()), row(property="tiles", ratio=1e-9), *others]
     return page(rows, failures, ["contrastile", "verify", "--case", HOSTILE], 71.8, ["3 cases (--quick)"])
 
 
-def test_it_holds_the_verdict_what_was_not_tested_the_cells_and_the_command() -> None:
+def test_the_page_has_the_verdict_the_untested_the_cells_and_the_command() -> None:
     absent = untested(backend="cupy")
-    silent = untested(backend="mine:clip", case="ids", status="unclaimed", reason="equal ids")
-    text = report(absent, silent)
-    for said in (
+    unclaimed = untested(backend="mine:clip", case="ids", status="unclaimed", reason="equal ids")
+    text = report(absent, unclaimed)
+    for part in (
         "PASS",
         "in 72 s",
         "3 cases (--quick)",
@@ -178,44 +179,44 @@ def test_it_holds_the_verdict_what_was_not_tested_the_cells_and_the_command() ->
         f"{datetime.now(UTC):%Y-%m-%d}",
         "seed 0",
     ):
-        assert said in text
+        assert part in text
     assert text.count("<svg") == 1
     cells = dict(re.findall(r'<td style="--h:([\d.]+)">([^<]*)</td>', text))
-    # log scale: nothing at 1e-4 and below, all of 0.75 at 1
+    # the scale is logarithmic: 0 at 1e-4 and below, 0.75 at 1
     assert cells["0.00"] == "1e-09"
     assert cells["0.64"] == "0.25"
 
 
 def test_a_failure_is_in_its_cell_and_in_the_list() -> None:
-    found = failed(case="hot")
-    text = report(found.row, failures=(found,))
+    hot = failed(case="hot")
+    text = report(hot.row, failures=(hot,))
     assert '<td class="failed">12</td>' in text
     assert "FAILED numpy value hot float32" in text
     assert '<h1 class="fail">' in text
 
 
-def test_whatever_others_wrote_is_escaped_and_nothing_is_loaded() -> None:
-    found = failed(backend=HOSTILE, case=HOSTILE, dtype=HOSTILE)
+def test_the_page_escapes_all_text_and_loads_nothing() -> None:
+    hostile = failed(backend=HOSTILE, case=HOSTILE, dtype=HOSTILE)
     absent = untested(backend=f"{HOSTILE}2", reason=HOSTILE)
-    text = report(found.row, absent, failures=(found,))
+    text = report(hostile.row, absent, failures=(hostile,))
     assert HOSTILE not in text
     assert "<script" not in text
     assert html.escape(HOSTILE) in text
-    # a namespace is a name, and no address
+    # the namespaces are names, and no addresses to load
     assert "://" not in re.sub(r'xmlns(:\w+)?="http://www.w3.org/[\w/]+"', "", text)
 
 
 @pytest.mark.parametrize("changes", [{}, {"error": 0.0}, {"bound": float("inf")}, {"plain": float("nan")}])
 def test_a_figure_is_xml_that_names_and_draws_every_line(changes: dict[str, float]) -> None:
     text = plots.figure([("float32", points(**changes)), ("float16", points())], list(AXES))
-    said = "".join(ElementTree.fromstring(text).itertext())
-    assert all(about in said for about, _ in plots.LINES.values())
+    words = "".join(ElementTree.fromstring(text).itertext())
+    assert all(about in words for about, _ in plots.LINES.values())
     drawn = re.findall(r"stroke: var\(--c(\w+)", text)
-    # two lines of one colour; in every plot, and in the legend
+    # some lines share a colour; each is in every plot and in the legend
     assert min(drawn.count(look["color"][1:]) for _, look in plots.LINES.values()) > len(AXES)
 
 
-def test_the_command_writes_it(tmp_path: Path) -> None:
+def test_the_command_writes_the_page(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     words = ["verify", "--backend", "numpy", "--case", "one-row", "--property", "value", "--dtype", "float64"]
     assert main([*words, "--quiet", "--report", str(path)]) == 0

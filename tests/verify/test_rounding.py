@@ -1,4 +1,4 @@
-"""Rounding is to the nearest representable value, ties to even, in every dtype."""
+"""Rounding is to the nearest representable value, with ties to even, in every dtype."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def nearest(x: float, dtype: str) -> float:
         return x
     _, exponent = np.frexp(abs(x))
     spacing = Fraction(2) ** (max(int(exponent) - 1, least) - bits + 1)
-    # round() of a Fraction is to even
+    # round() of a Fraction rounds ties to even
     rounded = round(Fraction(x) / spacing) * spacing
     if abs(rounded) > Fraction(largest):
         return float(np.copysign(np.inf, x))
@@ -35,11 +35,11 @@ def nearest(x: float, dtype: str) -> float:
 
 
 TIES = st.builds(np.ldexp, st.integers(-(2**14), 2**14), st.integers(-150, 128)).map(float)
-BESIDE = st.builds(lambda tie, nudge: tie * (1 + nudge), TIES, st.sampled_from([2.0**-30, -(2.0**-30)]))
+NEAR_TIES = st.builds(lambda tie, nudge: tie * (1 + nudge), TIES, st.sampled_from([2.0**-30, -(2.0**-30)]))
 
 
 @given(
-    x=st.floats(allow_nan=False, allow_infinity=False) | TIES | BESIDE,
+    x=st.floats(allow_nan=False, allow_infinity=False) | TIES | NEAR_TIES,
     dtype=st.sampled_from(sorted(FORMATS)),
 )
 def test_any_number_ties_and_their_neighbours(x: float, dtype: str) -> None:
@@ -50,9 +50,9 @@ def test_any_number_ties_and_their_neighbours(x: float, dtype: str) -> None:
 def test_representable_values_stay(dtype: str) -> None:
     bits, least, largest = FORMATS[dtype]
     smallest = 2.0 ** (least - bits + 1)
-    kept = np.array([0.0, -0.0, 1.0, largest, -largest, smallest, 2.0**least, np.inf, -np.inf])
-    assert np.array_equal(round_to(kept, dtype), kept)
-    assert np.array_equal(np.signbit(round_to(kept, dtype)), np.signbit(kept))
+    values = np.array([0.0, -0.0, 1.0, largest, -largest, smallest, 2.0**least, np.inf, -np.inf])
+    assert np.array_equal(round_to(values, dtype), values)
+    assert np.array_equal(np.signbit(round_to(values, dtype)), np.signbit(values))
     assert np.isnan(round_to(np.nan, dtype))
 
 

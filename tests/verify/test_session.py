@@ -15,7 +15,7 @@ import pytest
 from contrastile.cli import main
 from contrastile.verify.session import MAX_LOST
 
-SAID = {
+REASONS = {
     "leaves": "raised SystemExit: 0",
     "ends": "the process ended with exit code 0",
     "dies": "the process died of SIGSEGV",
@@ -28,7 +28,7 @@ QUICK = ["--dtype", "float64", "--quiet"]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Whose modules can be imported."""
+    """A folder on the path of modules."""
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
@@ -40,25 +40,25 @@ def verify(tmp_path: Path, *words: str) -> tuple[int, list[dict[str, str]]]:
 
 
 @pytest.mark.parametrize("names", ["leaves ends dies prints writes", pytest.param("hangs", marks=pytest.mark.slow)])
-def test_each_fails_by_its_case_and_the_rest_is_tested(
+def test_an_ill_backend_fails_its_case_and_passes_the_others(
     names: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--case", "one-row", "smoke", "one-column", "--property", "gradients"]
-    # long enough for the others on a busy machine
+    # this deadline suffices for the other checks on a busy machine
     words += ["--deadline", "60"] * (names == "hangs")
-    code, rows = verify(tmp_path, "--backend", *(f"ill_backends:{how}" for how in names.split()), *words)
+    code, rows = verify(tmp_path, "--backend", *(f"ill_backends:{name}" for name in names.split()), *words)
     assert code == 1
     out, err = capfd.readouterr()
-    for how in names.split():
-        ours = [row for row in rows if row["backend"] == f"ill_backends:{how}"]
-        assert {row["case"]: row["status"] for row in ours} == {
+    for name in names.split():
+        backend_rows = [row for row in rows if row["backend"] == f"ill_backends:{name}"]
+        assert {row["case"]: row["status"] for row in backend_rows} == {
             "smoke": "fail",
             "one-column": "pass",
             "one-row": "pass",
         }
-        assert [SAID[how] in row["reason"] for row in ours if row["case"] == "smoke"] == [True]
-        assert f"FAILED ill_backends:{how} gradients smoke float64" in out
-    # their output is in the report, and nowhere else
+        assert [REASONS[name] in row["reason"] for row in backend_rows if row["case"] == "smoke"] == [True]
+        assert f"FAILED ill_backends:{name} gradients smoke float64" in out
+    # the output of the backends is in the report, and nowhere else
     assert out.count("hello") == 2 * ("prints" in names)
     assert out.count("--case smoke") == len(names.split())
     assert err == ""
@@ -70,28 +70,28 @@ def test_a_backend_that_ends_every_process_is_given_up(tmp_path: Path, capfd: py
     assert code == 1
     # two backends, two cases, three properties
     assert len(rows) == 12
-    ours = [row["status"] for row in rows if row["backend"] == "ill_backends:always"]
-    assert ours == ["fail"] * MAX_LOST + ["untested"] * (6 - MAX_LOST)
+    statuses = [row["status"] for row in rows if row["backend"] == "ill_backends:always"]
+    assert statuses == ["fail"] * MAX_LOST + ["untested"] * (6 - MAX_LOST)
     assert {row["status"] for row in rows if row["backend"] == "numpy"} == {"pass"}
     assert "ill_backends:always: 3 not tested: it ended 3 processes before" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("first", "code", "said"),
+    ("first_line", "code", "message"),
     [
         ("import os; os._exit(0)", 2, "ended with exit code 0"),
         ("print('good morning')", 1, "printed to stdout when it was imported: 'good morning'"),
     ],
 )
-def test_what_an_import_may_do(
-    first: str, code: int, said: str, folder: Path, capfd: pytest.CaptureFixture[str]
+def test_an_import_that_exits_or_prints(
+    first_line: str, code: int, message: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    text = f"{first}\nfrom contrastile.backends.numpy import backend\n"
-    (folder / "odd_module.py").write_text(text, encoding="utf-8")
+    source = f"{first_line}\nfrom contrastile.backends.numpy import backend\n"
+    (folder / "odd_module.py").write_text(source, encoding="utf-8")
     words = ["verify", "--backend", "odd_module:backend", "--case", "one-row", "--property", "value", *QUICK]
     assert main(words) == code
     out, err = capfd.readouterr()
-    assert said in (err if code == 2 else out)
+    assert message in (err if code == 2 else out)
 
 
 def test_torch_is_not_loaded_to_look_for_a_gpu_that_no_backend_would_use(folder: Path) -> None:
@@ -100,7 +100,7 @@ def test_torch_is_not_loaded_to_look_for_a_gpu_that_no_backend_would_use(folder:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_ctrl_c_shows_what_was_found(tmp_path: Path) -> None:
+def test_ctrl_c_reports_the_finished_checks(tmp_path: Path) -> None:
     words = ["--backend", "ill_backends:stops", "--case", "smoke", "one-row", "--property", "value", *QUICK]
     words += ["--json", str(tmp_path / "rows.json")]
     hanging = tmp_path / "hanging"
@@ -111,7 +111,7 @@ def test_ctrl_c_shows_what_was_found(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HANGING": str(hanging)},
-        # where the tests themselves run in the background, they and their children ignore Ctrl-C
+        # tests in the background ignore Ctrl-C, and their children inherit that
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     for _ in range(12000):
@@ -123,6 +123,6 @@ def test_ctrl_c_shows_what_was_found(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert err == "contrastile verify: interrupted after 1 of 2 checks\n"
     assert out.splitlines()[-1].startswith("INCOMPLETE: 1 passed, 0 failed, 1 not tested")
-    read = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
-    assert read["verdict"] == "incomplete"
-    assert [row["status"] for row in read["rows"]] == ["pass", "untested"]
+    report = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    assert report["verdict"] == "incomplete"
+    assert [row["status"] for row in report["rows"]] == ["pass", "untested"]

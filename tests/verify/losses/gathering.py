@@ -1,4 +1,4 @@
-"""Losses of several ranks, right and wrong, called as open_clip's."""
+"""Losses of several ranks, right and wrong, with the signature of open_clip's loss."""
 
 import os
 from types import MappingProxyType
@@ -11,7 +11,7 @@ from contrastile.bench.plain import clip
 
 
 class Loss(torch.nn.Module):
-    """Every rank has the loss of all features, and gradients reach its own alone: open_clip's default."""
+    """The loss of all features, with gradients of the rank's own features alone: open_clip's default."""
 
     claims = MappingProxyType({"ranks": (2, 3), "equal_shards": True})
 
@@ -22,25 +22,25 @@ class Loss(torch.nn.Module):
     def forward(self, image_features, text_features, logit_scale):
         features = image_features, text_features
         if self.world_size > 1:
-            features = map(self.gathered, features)
+            features = map(self.gather, features)
         return clip(*features, logit_scale)
 
-    def gathered(self, x):
-        found = [torch.empty_like(x) for _ in range(self.world_size)]
-        dist.all_gather(found, x.detach().contiguous())
-        found[self.rank] = x
-        return torch.cat(found)
+    def gather(self, x):
+        shards = [torch.empty_like(x) for _ in range(self.world_size)]
+        dist.all_gather(shards, x.detach().contiguous())
+        shards[self.rank] = x
+        return torch.cat(shards)
 
 
 class WithGradients(Loss):
-    """As with ``gather_with_grad``."""
+    """open_clip's loss with ``gather_with_grad``."""
 
-    def gathered(self, x):
+    def gather(self, x):
         return torch.cat(torch.distributed.nn.all_gather(x.contiguous()))
 
 
-class Ending(WithGradients):
-    """Right on two ranks; the last of three raises."""
+class RaisingOnLastRank(WithGradients):
+    """A loss that is right on two ranks, and of which the last of three ranks raises."""
 
     def forward(self, *args):
         if (self.rank, self.world_size) == (2, 3):
@@ -48,8 +48,8 @@ class Ending(WithGradients):
         return super().forward(*args)
 
 
-class Dying(Loss):
-    """One rank is gone without a word."""
+class ExitingOnOneRank(Loss):
+    """A loss of which rank 1 exits without a message."""
 
     claims = MappingProxyType({"ranks": 2})
 

@@ -1,10 +1,10 @@
-"""Anybody's loss through the cases: right ones pass in every dtype, and each planted defect fails its property."""
+"""Users' losses in the cases of verify: right losses pass in every dtype, and each defect fails its property."""
 
 import functools
 
 import pytest
 import torch
-from test_wrong_losses import of_logits
+from test_wrong_losses import loss_of_logits
 from torch.nn import functional
 
 import contrastile
@@ -17,65 +17,65 @@ from contrastile.verify.losses.properties import ONE_CALL
 
 OBJECTIVES = {
     "clip_loss": clip,
-    "clip_loss by hand": of_logits(),
+    "clip_loss by hand": loss_of_logits(),
     **{name: getattr(plain, name) for name in ("info_nce", "nt_xent", "sup_con", "maxsim")},
     "sigmoid_loss": plain.sigmoid,
 }
-FEW = ("ragged", "certain", "opposite", "scale-0", "nan")
-both = contrastile.value_and_grad(contrastile.clip_loss)
+FEW_CASES = ("ragged", "certain", "opposite", "scale-0", "nan")
+clip_with_gradients = contrastile.value_and_grad(contrastile.clip_loss)
 
 
 def statuses(rows):
-    """The cases and properties of each status."""
-    found = {}
+    """The pairs of case and property with each status."""
+    pairs = {}
     for row in rows:
-        found.setdefault(row["status"], set()).add((row["case"], row["property"]))
-    assert found
-    return found
+        pairs.setdefault(row["status"], set()).add((row["case"], row["property"]))
+    assert pairs
+    return pairs
 
 
-def failed(loss, claims=None, **chosen):
+def failed_properties(loss, claims=None, **selection):
     """The properties that fail."""
-    return {row["property"] for row in check(loss, claims, **chosen) if row["status"] == "fail"}
+    return {row["property"] for row in check(loss, claims, **selection) if row["status"] == "fail"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_plain_losses_are_within_the_bounds_of_a_plain_computation(objective, dtype):
     loss, objective = OBJECTIVES[objective], objective.split()[0]
-    rows = list(check(loss, {"objective": objective, "dtypes": dtype}, cases=FEW))
-    counted = [row for row in rows if row["dtype"] == dtype and row["status"] != "unclaimed"]
+    rows = list(check(loss, {"objective": objective, "dtypes": dtype}, cases=FEW_CASES))
+    tested = [row for row in rows if row["dtype"] == dtype and row["status"] != "unclaimed"]
     skipped = {"plain"} if dtype == "float64" or objective == "maxsim" else set()
-    assert {row["status"] for row in counted if row["property"] not in skipped} == {"pass"}, counted
-    assert {row["property"] for row in counted} == set(ONE_CALL) - {"linear-memory", "sizes"}
+    assert {row["status"] for row in tested if row["property"] not in skipped} == {"pass"}, tested
+    assert {row["property"] for row in tested} == set(ONE_CALL) - {"linear-memory", "sizes"}
 
 
-def test_a_tuple_holds_gradients_whether_that_is_said_or_not():
+def test_a_returned_tuple_holds_gradients_with_and_without_a_claim():
     def undeclared(image, text, scale):
-        value, gradients = both(image, text, scale)
+        value, gradients = clip_with_gradients(image, text, scale)
         return value, *gradients
 
-    found = statuses(check(undeclared, cases=["hot"]))
-    assert "fail" not in found
-    assert ("hot", "gradients") in found["pass"]
-    assert found["skip"] >= {("hot", "upstream")}
+    pairs = statuses(check(undeclared, cases=["hot"]))
+    assert "fail" not in pairs
+    assert ("hot", "gradients") in pairs["pass"]
+    assert pairs["skip"] >= {("hot", "upstream")}
 
     def twofold(image, text, scale):
         value, image_gradient, *others = undeclared(image, text, scale)
         return value, 2 * image_gradient, *others
 
-    assert failed(twofold, cases=["hot"]) == {"gradients"}
+    assert failed_properties(twofold, cases=["hot"]) == {"gradients"}
 
 
 def masked(image, text, scale, ids):
-    """False negatives count with a finite logit."""
-    x = (scale * image @ text.T).masked_fill((ids[:, None] == ids).fill_diagonal_(False), -1e4)
-    here = torch.arange(len(x))
-    return (functional.cross_entropy(x, here) + functional.cross_entropy(x.T, here)) / 2
+    """A loss that masks false negatives with a finite logit."""
+    logits = (scale * image @ text.T).masked_fill((ids[:, None] == ids).fill_diagonal_(False), -1e4)
+    diagonal = torch.arange(len(logits))
+    return (functional.cross_entropy(logits, diagonal) + functional.cross_entropy(logits.T, diagonal)) / 2
 
 
-def wrong_at(where):
-    return lambda image, *rest: clip(image, *rest) * (1.01 if where(image) else 1.0)
+def wrong_where(condition):
+    return lambda image, *others: clip(image, *others) * (1.01 if condition(image) else 1.0)
 
 
 def doubled_gradient(*args):
@@ -85,53 +85,53 @@ def doubled_gradient(*args):
 
 WRONG = [
     ("ids@cold value", masked, {"ids": True}),
-    ("smoke determinism", lambda *given: clip(*given) * (1 + torch.rand(()) / 2**9), {}),
+    ("smoke determinism", lambda *inputs: clip(*inputs) * (1 + torch.rand(()) / 2**9), {}),
     ("memory linear-memory", clip, {"linear_memory": True}),
-    ("sizes sizes", wrong_at(lambda x: len(x) % 128 == 1), {"largest_batch": 200}),
-    ("sizes sizes", wrong_at(lambda x: x.shape[1] == 768), {"largest_batch": 200}),
-    # the bounds of a 16-bit state have room for it, and a multiple of the plain computation's error has none
+    ("sizes sizes", wrong_where(lambda x: len(x) % 128 == 1), {"largest_batch": 200}),
+    ("sizes sizes", wrong_where(lambda x: x.shape[1] == 768), {"largest_batch": 200}),
+    # bounds of a 16-bit state allow this error, but a multiple of the plain computation's error does not
     ("smoke plain", doubled_gradient, {"dtypes": "bfloat16"}),
 ]
-"""The check that fails, by what it fails, and the claims: beside those of test_wrong_losses.py and the mutants."""
+"""The failing check, the loss, and its claims; test_wrong_losses.py and the mutants have more."""
 
 
-@pytest.mark.parametrize(("where", "loss", "claims"), WRONG)
-def test_a_wrong_loss_fails_where_a_right_one_passes(where, loss, claims):
-    case, name = where.split()
+@pytest.mark.parametrize(("failing", "loss", "claims"), WRONG)
+def test_a_wrong_loss_fails_where_a_right_one_passes(failing, loss, claims):
+    case, name = failing.split()
     dtype = claims.get("dtypes", "float32")
-    chosen = {"cases": [case], "properties": [name], "dtypes": [dtype]}
-    (row,) = [row for row in check(loss, claims, **chosen) if row["dtype"] == dtype]
+    selection = {"cases": [case], "properties": [name], "dtypes": [dtype]}
+    (row,) = [row for row in check(loss, claims, **selection) if row["dtype"] == dtype]
     assert (row["status"], row["case"], row["property"]) == ("fail", case, name)
     assert row["ratio"] >= 1
     if loss is not clip:
-        assert not failed(clip, claims, **chosen)
+        assert not failed_properties(clip, claims, **selection)
 
 
-def test_a_loss_that_normalises_has_gradients_of_its_own():
+def test_a_loss_that_claims_to_normalise_has_other_gradients():
     def normalising(image, text, scale):
         return clip(functional.normalize(image, dim=1), functional.normalize(text, dim=1), scale)
 
     claims = {"normalises": True, "dtypes": ("float32", "float64")}
-    assert not failed(normalising, claims, cases=["ragged", "hot"])
-    assert "gradients" in failed(normalising, cases=["ragged"])
-    assert "gradients" in failed(clip, claims, cases=["ragged"])
+    assert not failed_properties(normalising, claims, cases=["ragged", "hot"])
+    assert "gradients" in failed_properties(normalising, cases=["ragged"])
+    assert "gradients" in failed_properties(clip, claims, cases=["ragged"])
 
 
-def test_the_cases_fit_what_is_claimed():
-    seen = set()
+def test_the_cases_fit_the_claims():
+    shapes = set()
 
     def picky(image, text, scale):
-        seen.add(tuple(image.shape))
+        shapes.add(tuple(image.shape))
         assert isinstance(scale, float)
         return clip(image, text, scale)
 
     claims = {"scale_gradient": False, "batch_multiple": 16, "smallest_batch": 64, "largest_batch": 256}
-    few = ["one-pair", "ragged", "hot", "large-logits", "norm-30", "ids", "shards"]
-    rows = list(check(picky, claims | {"width_multiple": 64, "largest_logit": 250.0}, cases=few))
-    found = statuses(rows)
-    assert "fail" not in found
-    assert seen
-    assert all(64 <= b <= 256 and b % 16 == 0 and d % 64 == 0 for b, d in seen)
+    names = ["one-pair", "ragged", "hot", "large-logits", "norm-30", "ids", "shards"]
+    rows = list(check(picky, claims | {"width_multiple": 64, "largest_logit": 250.0}, cases=names))
+    pairs = statuses(rows)
+    assert "fail" not in pairs
+    assert shapes
+    assert all(64 <= b <= 256 and b % 16 == 0 and d % 64 == 0 for b, d in shapes)
     reasons = {row["reason"] for row in rows if row["status"] == "unclaimed"}
     rows = check(plain.info_nce, {"objective": "info_nce"}, cases=["negatives", "positives", "calls"])
     reasons |= {row["reason"] for row in rows if row["status"] == "unclaimed"}
@@ -140,7 +140,7 @@ def test_the_cases_fit_what_is_claimed():
     assert any(reason.startswith("logits of") for reason in reasons)
 
 
-def test_claims_can_stand_on_the_loss_and_be_replaced():
+def test_claims_may_be_an_attribute_of_the_loss_and_be_replaced():
     def loss(image, text, scale): ...
 
     assert Loss.of(loss).claims == Claims()
@@ -150,13 +150,13 @@ def test_claims_can_stand_on_the_loss_and_be_replaced():
     assert Loss.of(loss, Claims(ids=True)).claims == Claims(ids=True)
 
 
-def test_a_class_that_takes_its_rank_is_made_and_claims_ranks():
-    made = []
+def test_a_class_that_takes_its_rank_is_instantiated_and_claims_ranks():
+    arguments = []
 
     class Module(torch.nn.Module):
         def __init__(self, smoothing=0.0, rank=0, world_size=1):
             super().__init__()
-            made.append((smoothing, rank, world_size))
+            arguments.append((smoothing, rank, world_size))
 
         def forward(self, image, text, scale):
             return {"contrastive_loss": clip(image, text, scale)}
@@ -164,20 +164,20 @@ def test_a_class_that_takes_its_rank_is_made_and_claims_ranks():
     for target in (Module, functools.partial(Module, 0.5)):
         loss = Loss.of(target)
         assert loss.claims.ranks == (2, 3)
-        assert not failed(Loss.of(loss, {}), cases=["smoke"])
+        assert not failed_properties(Loss.of(loss, {}), cases=["smoke"])
     loss.on_rank(1, 3)
-    assert made == [(0.0, 0, 1), (0.5, 0, 1), (0.5, 1, 3)]
-    assert not failed(Module(), cases=["smoke"])
-    # a loss that is told its rank at each call is no class
+    assert arguments == [(0.0, 0, 1), (0.5, 0, 1), (0.5, 1, 3)]
+    assert not failed_properties(Module(), cases=["smoke"])
+    # a function that takes its rank at each call claims no ranks
     assert not Loss.of(lambda image, text, scale, rank=0, world_size=1: None).claims.ranks
 
 
-def test_cases_are_equal_where_the_same_is_right():
-    first, same = (build("ragged", "float32", Claims(scale_gradient=learns)) for learns in (True, False))
-    assert first is not same
-    assert (first, hash(first)) == (same, hash(same))
-    others = {"objective": "info_nce", "normalises": True, "state": "float64", "precision": "tf32"}
-    for name, value in others.items():
+def test_cases_are_equal_if_the_same_results_are_right():
+    first, second = (build("ragged", "float32", Claims(scale_gradient=flag)) for flag in (True, False))
+    assert first is not second
+    assert (first, hash(first)) == (second, hash(second))
+    changes = {"objective": "info_nce", "normalises": True, "state": "float64", "precision": "tf32"}
+    for name, value in changes.items():
         assert first != build("ragged", "float32", Claims(**{name: value}))
     assert first != build("ragged", "float64", Claims())
     assert first != build("hot", "float32", Claims())

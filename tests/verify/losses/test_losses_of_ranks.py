@@ -1,4 +1,4 @@
-"""A loss on ranks of torch.distributed: a wrong factor is found and named, right ones pass, a rank's error is told."""
+"""Losses on ranks of torch.distributed: verify names a wrong factor, passes right losses and reports errors."""
 
 import gathering
 import pytest
@@ -20,8 +20,8 @@ def test_a_wrong_ddp_factor_is_found_by_the_command(capsys, monkeypatch):
     words = ["--case", "smoke", "shards", "--property", "value", "gradients", *DDP, "--dtype", "float32", "--quiet"]
     assert main(["verify", "--loss", "gathering:Loss", *words]) == 1
     out = capsys.readouterr().out
-    found = [line for line in out.splitlines() if "FAILED" in line]
-    assert found == ["FAILED gathering:Loss ddp-gradients shards float32"]
+    failures = [line for line in out.splitlines() if "FAILED" in line]
+    assert failures == ["FAILED gathering:Loss ddp-gradients shards float32"]
     assert "2 ranks: 0.5 times what it should be: d" in out
     assert "and 1 more, likely of the same cause" in out
 
@@ -29,27 +29,27 @@ def test_a_wrong_ddp_factor_is_found_by_the_command(capsys, monkeypatch):
 @pytest.mark.slow
 def test_a_right_loss_passes_with_equal_and_different_shards():
     claims = {"ranks": 3, "state": "float32", "objective": "sigmoid_loss"}
-    found = rows_of(contrastile.nn.SigLipLoss, claims)
-    assert {row["status"] for row in found} == {"pass"}
-    assert {(row["case"], row["property"]) for row in found} == {(case, name) for case in ranks.SHARDS for name in DDP}
+    rows = rows_of(contrastile.nn.SigLipLoss, claims)
+    assert {row["status"] for row in rows} == {"pass"}
+    assert {(row["case"], row["property"]) for row in rows} == {(case, name) for case in ranks.SHARDS for name in DDP}
 
 
 @pytest.mark.slow
-def test_a_rank_s_error_is_told_and_concerns_its_own_world_alone():
-    found = rows_of(gathering.Ending)
-    assert {row["status"] for row in found if row["world"] == 2 and row["case"] == "shards"} == {"pass"}
-    assert {row["status"] for row in found if row["case"] == "shards@uneven"} == {"unclaimed"}
-    broken = [row for row in found if row["world"] == 3 and row["case"] == "shards"]
+def test_an_error_of_a_rank_is_reported_for_its_world_alone():
+    rows = rows_of(gathering.RaisingOnLastRank)
+    assert {row["status"] for row in rows if row["world"] == 2 and row["case"] == "shards"} == {"pass"}
+    assert {row["status"] for row in rows if row["case"] == "shards@uneven"} == {"unclaimed"}
+    broken = [row for row in rows if row["world"] == 3 and row["case"] == "shards"]
     assert {row["status"] for row in broken} == {"fail"}
-    # which rank's error comes first is a matter of time
+    # any rank may be the first that raises
     assert all("raised RuntimeError: rank" in row["reason"] for row in broken)
-    (reason,) = {row["reason"] for row in rows_of(gathering.Dying) if row["status"] == "fail"}
+    (reason,) = {row["reason"] for row in rows_of(gathering.ExitingOnOneRank) if row["status"] == "fail"}
     assert reason == "raised RuntimeError: rank 1 ended with exit code 7"
 
 
-def test_what_no_other_process_can_import_is_not_tested():
+def test_a_loss_that_other_processes_cannot_import_is_skipped():
     def inner(image, text, scale): ...
 
-    found = rows_of(inner, {"ranks": 2})
-    assert {row["status"] for row in found} == {"skip"}
-    assert all("name it as module:attribute" in row["reason"] for row in found)
+    rows = rows_of(inner, {"ranks": 2})
+    assert {row["status"] for row in rows} == {"skip"}
+    assert all("name it as module:attribute" in row["reason"] for row in rows)

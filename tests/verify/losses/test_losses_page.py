@@ -1,4 +1,4 @@
-"""docs/how-to/verify-loss.md: its kernel is wrong as it says, the repaired one passes, its claims are real."""
+"""docs/how-to/verify-loss.md: the first kernel fails as shown, the repaired one passes, and the claims exist."""
 
 import importlib
 import re
@@ -14,7 +14,7 @@ CLAIMS, CONFTEST, KERNEL, REPAIRED = blocks(PAGE)
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """Makes a module of a text."""
+    """A function that writes and imports a module."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(name, text):
@@ -26,25 +26,25 @@ def module(tmp_path, monkeypatch):
 
 
 def test_the_kernel_is_wrong_as_the_page_says_and_then_repaired(module):
-    said = re.findall(r"^FAILED kernels:clip (\S+) (\S+) (\S+)$", PAGE, re.M)
-    assert len(said) == 4
+    shown = re.findall(r"^FAILED kernels:clip (\S+) (\S+) (\S+)$", PAGE, re.M)
+    assert len(shown) == 4
     loss = module("kernels_of_the_page", KERNEL).clip
-    rows = list(check(loss, cases=["calls", "ragged", *(case for _, case, _ in said)]))
+    rows = list(check(loss, cases=["calls", "ragged", *(case for _, case, _ in shown)]))
     failures = {(row["property"], row["case"], row["dtype"]) for row in rows if row["status"] == "fail"}
-    assert set(said) <= failures
-    # what the author had tried is right
+    assert set(shown) <= failures
+    # the checks that the author of the page had tried pass
     assert not {("value", "ragged", "float32"), ("gradients", "ragged", "float32")} & failures
-    # every case and every property
+    # all cases and all properties
     rows = list(check(module("repaired_kernels_of_the_page", REPAIRED).clip))
     assert not [row for row in rows if row["status"] in ("fail", "untested")]
     assert ("linear-memory", "pass") in {(row["property"], row["status"]) for row in rows}
 
 
-def test_the_claims_of_the_page_can_be_made(module):
+def test_the_page_documents_every_claim(module):
     loss = module("claims_of_the_page", CLAIMS).clip
     assert Claims.of(loss.claims).state == "float32"
     table = PAGE.partition("| claims | |")[2].partition("\n\n")[0]
-    named = set(re.findall(r"`(\w+)`", table)) - {"ids="}
-    known = set(Claims.__dataclass_fields__)
-    widths = {name.replace("batch", "width") for name in known if "batch" in name}
-    assert named - {"width"} == known - widths
+    documented = set(re.findall(r"`(\w+)`", table)) - {"ids="}
+    claims = set(Claims.__dataclass_fields__)
+    widths = {name.replace("batch", "width") for name in claims if "batch" in name}
+    assert documented - {"width"} == claims - widths

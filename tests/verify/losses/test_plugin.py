@@ -1,4 +1,4 @@
-"""The pytest plugin: three lines find a planted defect, skips have reasons, and nobody else pays for it."""
+"""The pytest plugin: three lines find a planted defect, skips have reasons, and other projects import nothing."""
 
 import os
 import re
@@ -15,8 +15,8 @@ contrastile_losses = [right, defect]
 """
 
 
-def run(folder, *words, code=0, **files):
-    """pytest in a project of these files, in a process of its own, with nothing of this project's settings."""
+def run(folder, *words, exit_code=0, **files):
+    """Run pytest in a project of these files, in another process and without the settings of this project."""
     for name, text in {"kernels": KERNELS, **files}.items():
         (folder / (name if "." in name else f"{name}.py")).write_text(text, encoding="utf-8")
     (folder / "pytest.ini").write_text(
@@ -24,22 +24,22 @@ def run(folder, *words, code=0, **files):
     )
     paths = os.pathsep.join([str(PACKAGE), str(PACKAGE / "tests"), str(folder)])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTEST_ADDOPTS": "", "PYTHONDONTWRITEBYTECODE": "1"}
-    # the entry point has the module's name, so that this loads it once whether the package is installed or not
+    # -p loads the plugin once, also where the package is installed, because the entry point has the same name
     command = [
         sys.executable,
         *["-m", "pytest", "-q", "-rsf", "-p", "pytest_contrastile", "-p", "no:cacheprovider"],
         *words,
     ]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
+    completed = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
+    assert completed.returncode == exit_code, completed.stdout + completed.stderr
+    return completed.stdout
 
 
 def test_three_lines_find_a_planted_defect(tmp_path):
     assert len([line for line in CONFTEST.splitlines() if line]) <= 3
-    out = run(tmp_path, "-k", "ragged or smoke or one-pair", code=1, conftest=CONFTEST)
-    found = set(re.findall(r"^FAILED conftest\.py::(\S+)", out, re.M))
-    assert found == {f"defect/ragged/{name}/float32" for name in ("value", "gradients", "scale-gradient")}
+    out = run(tmp_path, "-k", "ragged or smoke or one-pair", exit_code=1, conftest=CONFTEST)
+    failures = set(re.findall(r"^FAILED conftest\.py::(\S+)", out, re.M))
+    assert failures == {f"defect/ragged/{name}/float32" for name in ("value", "gradients", "scale-gradient")}
     assert "kernels:defect, gradients: dimage[" in out or "kernels:defect, gradients: dtext[" in out
     assert "error / bound = " in out
 
@@ -50,7 +50,7 @@ def test_one_loss_needs_no_list(tmp_path):
         assert "1 passed" in run(tmp_path, "-k", "smoke and value", conftest=conftest)
 
 
-def test_what_is_known_and_not_claimed_is_skipped_with_its_reason(tmp_path):
+def test_listed_and_unclaimed_checks_are_skipped_with_the_reason(tmp_path):
     conftest = CONFTEST + "contrastile_skips = {'defect/ragged/*': 'an odd pair is left out'}\n"
     out = run(tmp_path, "-k", "ragged or float16", conftest=conftest)
     assert "an odd pair is left out" in out
@@ -59,23 +59,23 @@ def test_what_is_known_and_not_claimed_is_skipped_with_its_reason(tmp_path):
 
 def test_a_skip_that_matches_nothing_is_an_error(tmp_path):
     conftest = CONFTEST + "contrastile_skips = {'defect/raged/*': 'misspelt'}\n"
-    out = run(tmp_path, "--collect-only", code=2, conftest=conftest)
+    out = run(tmp_path, "--collect-only", exit_code=2, conftest=conftest)
     assert "no test has a name that matches defect/raged/*" in out
 
 
 def test_the_checks_of_a_backend_are_tests(tmp_path):
     words = "--pyargs", "contrastile.verify", "--backend", "numpy", "kernels:right", "--dtype", "float64"
-    out = run(tmp_path, *words, "-k", "one-row and value", code=2)
+    out = run(tmp_path, *words, "-k", "one-row and value", exit_code=2)
     assert "backend must be" in out or "must be a contrastile.backends.contract.Backend" in out
     words = "--pyargs", "contrastile.verify", "--backend", "numpy", "ill_backends:at_a_row", "--dtype", "float64"
-    out = run(tmp_path, *words, "-k", "one- and value and not limits", "-n", "1", "-p", "xdist", code=1)
-    # a crash is one failed test, and a worker takes its place
+    out = run(tmp_path, *words, "-k", "one- and value and not limits", "-n", "1", "-p", "xdist", exit_code=1)
+    # a crash fails one test, and a new worker replaces the old one
     assert "5 passed" in out
     assert "1 failed" in out
     assert re.search(r"FAILED .*::ill_backends:at_a_row/one-row/value/float64 - worker .* crashed", out)
 
 
-def test_a_project_that_names_no_loss_imports_nothing_of_the_package_and_has_options_of_its_own(tmp_path):
+def test_a_project_without_losses_imports_nothing_of_the_package_and_may_define_the_same_options(tmp_path):
     conftest = """
 def pytest_addoption(parser):
     parser.addoption("--backend")
