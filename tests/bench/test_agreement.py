@@ -1,4 +1,4 @@
-"""What ``contrastile bench`` checks before it measures, and its meters of memory."""
+"""The checks of ``contrastile bench`` before it measures, and its meters of memory."""
 
 import mmap
 import os
@@ -20,48 +20,48 @@ from contrastile.bench import agreement, peers, plain, sweep
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 def test_every_implementation_agrees(name: str, dtype: str) -> None:
     implementation = peers.plain() if name == peers.PLAIN else peers.ours(name)
-    found = agreement.check(implementation, dtype, "cpu", 14.3, rows=131)
-    assert found.agrees or (name, dtype) == ("numpy", "bfloat16"), found
+    result = agreement.check(implementation, dtype, "cpu", 14.3, rows=131)
+    assert result.agrees or (name, dtype) == ("numpy", "bfloat16"), result
 
 
-@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("index", range(4))
 @pytest.mark.parametrize(
     "change",
     [lambda x: 2 * x, lambda x: -x, lambda x: x * float("nan"), torch.zeros_like],
     ids=["doubled", "negated", "nan", "zero"],
 )
-def test_a_wrong_loss_or_gradient_does_not_agree(which: int, change: Callable[[Any], Any]) -> None:
-    sound = peers.plain()
+def test_a_wrong_loss_or_gradient_does_not_agree(index: int, change: Callable[[Any], Any]) -> None:
+    plain_peer = peers.plain()
 
-    def target(*given: Any, **more: Any) -> Any:
-        values = [*sound.target(*given, **more)]
-        values[which] = change(values[which])
+    def target(*arguments: Any, **options: Any) -> Any:
+        values = [*plain_peer.target(*arguments, **options)]
+        values[index] = change(values[index])
         return values
 
-    found = agreement.check(replace(sound, target=target), "float32", "cpu", 10.0, rows=67)
-    assert found.ratio is not None
-    assert not found.agrees
+    result = agreement.check(replace(plain_peer, target=target), "float32", "cpu", 10.0, rows=67)
+    assert result.ratio is not None
+    assert not result.agrees
 
 
 def test_a_plain_loss_that_ignores_ids_does_not_agree() -> None:
     without_ids = replace(peers.plain(), target=peers.with_autograd(lambda i, t, s, ids: plain.clip(i, t, s)))
-    found = agreement.check(without_ids, "float32", "cpu", 10.0, rows=67)
-    assert not found.agrees
-    assert "ids" in found.reason
+    result = agreement.check(without_ids, "float32", "cpu", 10.0, rows=67)
+    assert not result.agrees
+    assert "ids" in result.reason
 
 
 def test_an_infinite_bound_proves_nothing() -> None:
-    backend = replace(load("torch"), accuracy=lambda *of: Accuracy(unit=0.5, accumulate_unit=0.5))
-    vague = replace(peers.ours("torch"), backend=backend)
-    found = agreement.check(vague, "float32", "cpu", 10.0, rows=67)
-    assert found.ratio is None
-    assert "no finite bound" in found.reason
+    backend = replace(load("torch"), accuracy=lambda *_: Accuracy(unit=0.5, accumulate_unit=0.5))
+    inaccurate = replace(peers.ours("torch"), backend=backend)
+    result = agreement.check(inaccurate, "float32", "cpu", 10.0, rows=67)
+    assert result.ratio is None
+    assert "no finite bound" in result.reason
 
 
 MIB = 2**20
 
 
-def test_what_lives_together_adds_up_and_what_was_live_before_neither_counts_nor_pays() -> None:
+def test_the_peak_adds_tensors_that_live_together_and_ignores_those_from_before() -> None:
     before = [torch.empty(8 * MIB, dtype=torch.uint8)]
 
     def call() -> list[torch.Tensor]:
@@ -77,7 +77,7 @@ def test_what_lives_together_adds_up_and_what_was_live_before_neither_counts_nor
 
 
 def test_allocations_inside_the_engine_during_backward_are_counted() -> None:
-    # exp saves its output, which the backward releases in C++ only after it has formed the gradient
+    # exp saves its output, which the backward pass in C++ frees only after it has computed the gradient
     leaf, seed = torch.zeros(257, 41, requires_grad=True), torch.ones(257, 41)
     peak = sweep.peak_extra(lambda: torch.autograd.grad(leaf.exp(), leaf, seed), "torch", "cpu")
     assert peak == 2 * 4 * 257 * 41
@@ -91,14 +91,14 @@ def test_numpy_buffers_are_counted_and_little_else() -> None:
         del scratch
         return np.zeros(2 * MIB, dtype=np.uint8) + kept[:1]
 
-    # the sum and the array it reads live together: 4 MiB; the objects around the buffers are a few hundred bytes
+    # the sum and the array that it reads live together: 4 MiB, and a few hundred bytes of objects around the buffers
     peak = sweep.peak_extra(call, "numpy", "cpu")
     assert 4 * MIB <= peak < 4 * MIB + mmap.PAGESIZE
 
 
-def test_a_step_that_could_be_replayed_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_measured_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GRAPHS, "1")
-    seen = list[str]()
-    sweep.peak_extra(lambda: seen.append(os.environ[GRAPHS]), "numpy", "cpu")
-    assert seen == ["0"]
+    values = list[str]()
+    sweep.peak_extra(lambda: values.append(os.environ[GRAPHS]), "numpy", "cpu")
+    assert values == ["0"]
     assert os.environ[GRAPHS] == "1"

@@ -1,4 +1,4 @@
-"""The record of published losses is of the adapters and reproducers as they are, and a wrong loss fails in its cell."""
+"""The record of published losses matches the adapters and reproducers, and a wrong loss fails in its cell."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "benchmarks/peers/requirem
 
 @pytest.fixture(autouse=True)
 def kernels_stay_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the stand-ins would make every tensor say that it is on one."""
+    """Disable Triton's interpreter: otherwise the stand-ins would make every tensor claim to be on a GPU."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
 
 
-def test_the_record_is_of_the_adapters_the_reproducers_and_the_pinned_versions() -> None:
+def test_the_record_matches_the_adapters_the_reproducers_and_the_pinned_versions() -> None:
     record = json.loads(conformance.RESULT.read_text(encoding="utf-8"))
     packages = record["environment"]["packages"]
-    assert {name: found for name, found in packages.items() if name != "triton"} == PINS
+    assert {name: version for name, version in packages.items() if name != "triton"} == PINS
     assert [row["name"] for row in record["peers"]] == list(PEERS)
     for row in record["peers"]:
         peer = PEERS[row["name"]]
@@ -51,7 +51,7 @@ def test_the_record_is_of_the_adapters_the_reproducers_and_the_pinned_versions()
     assert all(row["status"] == "reproduced" and row["version"] == PINS[row["package"]] for row in record["facts"])
 
 
-def test_a_fact_that_a_version_no_longer_shows_is_told_from_one_that_fails(tmp_path: Path) -> None:
+def test_a_fact_that_is_not_reproduced_differs_from_one_that_fails(tmp_path: Path) -> None:
     about = '"""It is so.\n\npackage: {}\ncase: value\n"""\n'
     programs = {
         "reproduced": "print('loss = 2, right 1')",
@@ -67,7 +67,7 @@ def test_a_fact_that_a_version_no_longer_shows_is_told_from_one_that_fails(tmp_p
         assert status != "fail" or "no room" in row["reason"]
 
 
-def test_a_cell_has_the_worst_of_its_checks() -> None:
+def test_a_cell_has_the_worst_result_of_its_checks() -> None:
     def halved(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         loss = plain.clip(image, text, scale)
         return loss / 2 + loss.detach() / 2
@@ -90,16 +90,16 @@ CALLS = re.findall(r"^\| `(.+?)`(?:, .*?)? \| (.+) \|$", SWITCHING["Call by call
 B, WIDTH, K = 9, 8, 2
 
 
-# of the packages' own code
+# the packages' own warnings
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize(("theirs", "here"), CALLS)
-def test_a_call_of_ours_is_the_package_s(theirs: str, here: str) -> None:
-    """The table of docs/how-to/switching.md: value and gradients in float64."""
+@pytest.mark.parametrize(("theirs", "ours"), CALLS)
+def test_a_call_equals_the_call_of_the_package_that_it_replaces(theirs: str, ours: str) -> None:
+    """The table of docs/how-to/switching.md: losses and gradients in float64."""
     name = re.findall(r"([a-z_][\w.]*)\.[A-Z]", theirs)[0]
     package = name.partition(".")[0]
     stubs.install()
-    for needed in (name, "sentence_transformers"):
-        pytest.importorskip(needed, exc_type=ImportError)
+    for required in (name, "sentence_transformers"):
+        pytest.importorskip(required, exc_type=ImportError)
     model = adapters.module("sentence_transformers").SentenceTransformer(modules=[Table((2 + K) * B)], device="cpu")
     embeddings = model[0].embeddings
     q, p, *h = torch.nn.functional.normalize(embeddings, dim=1).split(B)
@@ -110,10 +110,10 @@ def test_a_call_of_ours_is_the_package_s(theirs: str, here: str) -> None:
     scope |= {"q": q, "p": p, "h": torch.stack(h, 1), "x": torch.cat([q, p]), "s": 4.5, "t": 1 / 4.5}
     scope |= {"labels": torch.arange(2 * B) % (B - 2), "b": torch.arange(B), "model": model, "inputs": columns(2, B)}
     scope |= {"words": words, "tokens": torch.arange(4).expand(B, 4), "tq": tq, "tp": tp}
-    calls = [theirs, *re.findall("`(.+?)`", here)]
+    calls = [theirs, *re.findall("`(.+?)`", ours)]
     losses = [eval(call, dict(scope)) for call in calls]
     gradients = [torch.autograd.grad(loss, embeddings, retain_graph=True)[0] for loss in losses]
-    # logits of at most 4.5 and the caption's, sums of fewer than 4 B of them, and norms of 1.5
+    # logits of at most 4.5, sums of fewer than 4 B of them, and features of norm 1.5
     error = gamma(2.0**-53 * (4 * WIDTH + 8 * B + 64)) * (1 + 4 * 4.5) * B
     for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
         assert abs(loss - losses[0]).item() <= error

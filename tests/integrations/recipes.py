@@ -1,4 +1,4 @@
-"""The recipes of docs/how-to/integrations.md, as written."""
+"""The recipes of docs/how-to/integrations.md, as they are written."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ SECTIONS = sections(read("docs/how-to/integrations.md"))
 
 
 def recipe(section: str) -> dict[str, Any]:
-    """What the Python blocks of a section define."""
+    """The names that the Python blocks of a section define."""
     return defined(SECTIONS[section])

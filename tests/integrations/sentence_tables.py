@@ -1,4 +1,4 @@
-"""Sentence encoders whose parameters are the embeddings themselves, and how far two losses of them may be apart."""
+"""Sentence encoders whose parameters are the embeddings, and a bound for the difference of two computed losses."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ROWS, DIMENSION = 7, 8
 
 
 class Table(nn.Module):
-    """A module of sentence-transformers that looks an embedding up, of length 1.5; float64."""
+    """A module of sentence-transformers that looks up float64 embeddings of length 1.5."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
-        drawn = torch.randn(rows, DIMENSION, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-        self.embeddings = nn.Parameter(1.5 * nn.functional.normalize(drawn, dim=1))
+        vectors = torch.randn(rows, DIMENSION, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        self.embeddings = nn.Parameter(1.5 * nn.functional.normalize(vectors, dim=1))
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
         features["sentence_embedding"] = self.embeddings[features["input_ids"][:, 0]]
@@ -27,24 +27,24 @@ class Table(nn.Module):
         return DIMENSION
 
 
-def columns(many: int, rows: int = ROWS, start: int = 0) -> list[dict[str, Tensor]]:
-    """Inputs of a loss: of queries, documents and hard negatives, each a sentence of its own."""
-    first = [start + i * rows for i in range(many)]
+def columns(count: int, rows: int = ROWS, start: int = 0) -> list[dict[str, Tensor]]:
+    """The inputs of a loss: queries, documents and hard negatives, with no sentence twice."""
+    first = [start + i * rows for i in range(count)]
     return [{"input_ids": torch.arange(x, x + rows)[:, None], "attention_mask": torch.ones(rows, 1)} for x in first]
 
 
-def allowed(pairs: int, scale: float) -> float:
-    """How far two computations of a loss or of its gradients may be apart, both in float64.
+def tolerance(pairs: int, scale: float) -> float:
+    """A bound for the difference of two float64 computations of a loss, and of its gradients.
 
-    With X the largest possible logit, a logit is off by at most ``gamma(4 d + 6) X`` (two lengths, a similarity, its
-    factors), a sum over n columns of exponentials of it by ``gamma(n + 4)`` besides, relatively, and a mean over as
-    many rows by ``gamma(n)``: every entry of G by ``gamma(4 d + 2 n + 16) (2 + 4 X)`` of its largest value, 1. A
-    gradient by a unit feature is off by that for each of n columns times the scale; one by a feature of length 1 or
-    more, of which the part along the feature is taken away, by at most 1 + sqrt(d) times that.
+    Let X be the largest possible logit. The error of a logit is at most ``gamma(4 d + 6) X``, from two lengths, a
+    similarity and its factors. A sum over n columns of exponentials adds a relative error of ``gamma(n + 4)``, and a
+    mean over n rows one of ``gamma(n)``. An entry of G is at most 1, so its error is at most ``gamma(4 d + 2 n + 16)
+    (2 + 4 X)``. The gradient of a unit feature has n such errors times the scale. The gradient of a feature of length 1
+    or more, without its part along the feature, has an error of at most 1 + sqrt(d) times that.
 
     Args:
-        pairs: columns of all directions, and rows.
-        scale: what multiplies a similarity, hardness added. Similarities are at most 1.5^2.
+        pairs: the number of columns of all directions, plus the number of rows.
+        scale: the factor of a similarity, plus the hardness. Similarities are at most 1.5^2.
     """
     largest = scale * 1.5**2
     entry = gamma(UNIT["float64"] * (4 * DIMENSION + 2 * pairs + 16)) * (2 + 4 * largest)

@@ -1,4 +1,4 @@
-"""The losses of ``contrastile.integrations.sentence_transformers`` in the library's own wrappers, beside its own."""
+"""The losses of ``contrastile.integrations.sentence_transformers`` against the library's, also in its wrappers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import tiny_models
 import torch
 from recipes import recipe
-from sentence_tables import DIMENSION, ROWS, Table, allowed, columns
+from sentence_tables import DIMENSION, ROWS, Table, columns, tolerance
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ STRATEGIES = "absolute", "relative"
 
 
 def libraries() -> tuple[Any, Any]:
-    """The library's losses and ours: its import takes seconds."""
+    """The library's losses and ours, imported late because the import takes seconds."""
     from sentence_transformers.sentence_transformer import losses
 
     from contrastile.integrations import sentence_transformers as ours
@@ -31,36 +31,36 @@ def libraries() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_the_library_s_wrappers_take_it_as_their_own_losses(cached: bool) -> None:
+def test_the_library_s_wrappers_accept_our_losses(cached: bool) -> None:
     from sentence_transformers import SentenceTransformer, SparseEncoder, util
     from sentence_transformers.sparse_encoder import losses as sparse
 
     losses, ours = libraries()
     name = f"{'Cached' * cached}MultipleNegativesRankingLoss"
-    more: dict[str, Any] = {"mini_batch_size": 3, "scale": SCALE} if cached else {}
+    options: dict[str, Any] = {"mini_batch_size": 3, "scale": SCALE} if cached else {}
     splade: Any = functools.partial(sparse.CachedSpladeLoss, mini_batch_size=3) if cached else sparse.SpladeLoss
-    of_ours = functools.partial(ours.MultipleNegativesRankingLoss, scale=1.0, similarity_fct=util.dot_score)
+    our_loss = functools.partial(ours.MultipleNegativesRankingLoss, scale=1.0, similarity_fct=util.dot_score)
 
-    def matryoshka(made: Any, model: Any) -> Any:
-        return losses.MatryoshkaLoss(model, made(model, **more), [DIMENSION, 5, 3], [1.0, 0.5, 0.25])
+    def matryoshka(loss_class: Any, model: Any) -> Any:
+        return losses.MatryoshkaLoss(model, loss_class(model, **options), [DIMENSION, 5, 3], [1.0, 0.5, 0.25])
 
-    for kind, wrapped, made, scale in (
+    for kind, wrap, loss_classes, scale in (
         (SentenceTransformer, matryoshka, (getattr(losses, name), getattr(ours, name)), 3 * 20.0),
         (
             SparseEncoder,
-            lambda made, model: splade(model, made(model), 0.1, 0.2),
-            (sparse.SparseMultipleNegativesRankingLoss, of_ours),
+            lambda loss_class, model: splade(model, loss_class(model), 0.1, 0.2),
+            (sparse.SparseMultipleNegativesRankingLoss, our_loss),
             1.0,
         ),
     ):
-        found = []
-        for each in made:
+        results = []
+        for loss_class in loss_classes:
             model = kind(modules=[Table(3 * ROWS)], device="cpu")
-            value = wrapped(each, model)(columns(3), None)
+            value = wrap(loss_class, model)(columns(3), None)
             value = sum(value.values()) if isinstance(value, dict) else value
             (2.0 * value).backward()
-            found.append((value.detach(), model[0].embeddings.grad / 2.0))
-        assert all((x - y).abs().max().item() <= allowed(4 * ROWS, scale) for x, y in zip(*found, strict=True))
+            results.append((value.detach(), model[0].embeddings.grad / 2.0))
+        assert all((x - y).abs().max().item() <= tolerance(4 * ROWS, scale) for x, y in zip(*results, strict=True))
 
 
 def test_the_recipe_trains_a_transformer(tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ def test_the_recipe_trains_a_transformer(tmp_path: Path) -> None:
         assert all(x.grad.abs().max() > 0 for name, x in model.named_parameters() if "pooler" not in name)
 
 
-class Seen(nn.Linear):
-    """An encoder that notes the dtype of its products."""
+class RecordingEncoder(nn.Linear):
+    """An encoder that records the dtypes of its products."""
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
         x = super().forward(features["x"])
@@ -85,26 +85,26 @@ class Seen(nn.Linear):
         return {"sentence_embedding": x}
 
 
-@pytest.mark.parametrize("around", ["forward", "both"])
-def test_both_passes_of_the_cached_loss_have_the_autocast_of_the_first(around: str) -> None:
+@pytest.mark.parametrize("inside", ["forward", "both"])
+def test_both_passes_of_the_cached_loss_have_the_autocast_of_the_first(inside: str) -> None:
     _, ours = libraries()
-    seen = Seen(DIMENSION, DIMENSION)
-    loss = ours.CachedMultipleNegativesRankingLoss(nn.Sequential(seen), mini_batch_size=3)
+    encoder = RecordingEncoder(DIMENSION, DIMENSION)
+    loss = ours.CachedMultipleNegativesRankingLoss(nn.Sequential(encoder), mini_batch_size=3)
     x = torch.randn(2, ROWS, DIMENSION, generator=torch.Generator().manual_seed(3))
     with torch.autocast("cpu", torch.bfloat16):
-        value = loss([{"x": each} for each in x], torch.empty(0))
-        if around == "both":
+        value = loss([{"x": features} for features in x], torch.empty(0))
+        if inside == "both":
             value.backward()
-    if around == "forward":
+    if inside == "forward":
         value.backward()
-    passes = [(torch.bfloat16, again) for again in (False, True) for _ in range(2 * -(-ROWS // 3))]
-    assert seen.dtypes == passes
-    assert seen.weight.grad is not None
-    assert seen.weight.grad.abs().min() > 0
+    passes = [(torch.bfloat16, is_second) for is_second in (False, True) for _ in range(2 * -(-ROWS // 3))]
+    assert encoder.dtypes == passes
+    assert encoder.weight.grad is not None
+    assert encoder.weight.grad.abs().min() > 0
 
 
-class Shifted(nn.Module):
-    """A guide's embeddings of a model's: positive similarities, some of them larger than a positive's."""
+class ShiftedGuide(nn.Module):
+    """A guide whose similarities are positive; some negatives are more similar than a positive."""
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
         return {**features, "sentence_embedding": 1.0 + features["sentence_embedding"].flip(1)}
@@ -112,28 +112,29 @@ class Shifted(nn.Module):
 
 @pytest.mark.parametrize("name", ["GISTEmbedLoss", "CachedGISTEmbedLoss"])
 @pytest.mark.parametrize("choice", [*itertools.product((False, True), (False, True), (2, 3))])
-def test_gist_is_the_library_s(tmp_path: Path, name: str, choice: tuple[bool, bool, int]) -> None:
+def test_gist_equals_the_loss_of_the_library(tmp_path: Path, name: str, choice: tuple[bool, bool, int]) -> None:
     losses, ours = libraries()
-    anchors, positives, many = choice
-    again = anchors == positives
+    anchors, positives, count = choice
+    retokenizes = anchors == positives
     model = tiny_models.sentences(tmp_path)
-    guide = tiny_models.sentences(tmp_path / "guide", string.ascii_lowercase[::-1] if again else string.ascii_lowercase)
-    guide.append(Shifted())
-    how: dict[str, Any] = {"temperature": 1 / SCALE, "contrast_anchors": anchors, "contrast_positives": positives}
-    how |= {"mini_batch_size": 3} if name.startswith("Cached") else {}
-    drawn = random.Random(many)
-    texts = [" ".join(drawn.choices(string.ascii_lowercase, k=1 + i % 5)) for i in range(many * ROWS)]
-    found = []
-    for library, margin in ((losses, 0.02 * many), (ours, 0.02 * many), (losses, -10.0)):
-        made = getattr(library, name)(model, guide, margin=margin, margin_strategy=STRATEGIES[anchors], **how)
-        assert made.must_retokenize == again
+    letters = string.ascii_lowercase
+    guide = tiny_models.sentences(tmp_path / "guide", letters[::-1] if retokenizes else letters)
+    guide.append(ShiftedGuide())
+    options: dict[str, Any] = {"temperature": 1 / SCALE, "contrast_anchors": anchors, "contrast_positives": positives}
+    options |= {"mini_batch_size": 3} if name.startswith("Cached") else {}
+    rng = random.Random(count)
+    texts = [" ".join(rng.choices(letters, k=1 + i % 5)) for i in range(count * ROWS)]
+    results = []
+    for library, margin in ((losses, 0.02 * count), (ours, 0.02 * count), (losses, -10.0)):
+        gist = getattr(library, name)(model, guide, margin=margin, margin_strategy=STRATEGIES[anchors], **options)
+        assert gist.must_retokenize == retokenizes
         model.zero_grad()
-        # the library's wrapper gives the same features at every width
-        loss = losses.MatryoshkaLoss(model, made, [8, 4])
-        value = loss([model.preprocess(texts[i * ROWS : (i + 1) * ROWS]) for i in range(many)], None)
+        # the wrapper passes the same features at every width
+        loss = losses.MatryoshkaLoss(model, gist, [8, 4])
+        value = loss([model.preprocess(texts[i * ROWS : (i + 1) * ROWS]) for i in range(count)], None)
         value.backward()
-        found.append([value.detach(), *(x.grad for name, x in model.named_parameters() if "pooler" not in name)])
-    for x, y in zip(*found[:2], strict=True):
+        results.append([value.detach(), *(x.grad for name, x in model.named_parameters() if "pooler" not in name)])
+    for x, y in zip(*results[:2], strict=True):
         assert (x - y).abs().max().item() <= 1e-12 * (1 + x.abs().max().item())
-    # with a margin below all similarities the guide leaves nothing out
-    assert abs(found[2][0] - found[0][0]) > 1e-3
+    # with a margin below all similarities the guide masks nothing, so that the loss differs
+    assert abs(results[2][0] - results[0][0]) > 1e-3

@@ -1,4 +1,4 @@
-"""The recipes of docs/how-to/integrations.md for open_clip's loop, its losses replaced, and ranks of sentences."""
+"""The recipes of docs/how-to/integrations.md for open_clip and its losses, and sentence-transformers over ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DOUBLE = torch.float64
 
 
 class Towers(nn.Module):
-    """Two towers with dropout, and a scale, which give and take what open_clip's models do."""
+    """Two towers with dropout and a scale, with the inputs and outputs of open_clip's models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,30 +33,30 @@ class Towers(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(0.7, dtype=DOUBLE))
 
     def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:
-        found = {"image_features": self.image(image), "text_features": self.text(text)}
-        return found | {"logit_scale": self.log_scale.exp()}
+        features = {"image_features": self.image(image), "text_features": self.text(text)}
+        return features | {"logit_scale": self.log_scale.exp()}
 
 
 def inputs() -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(2, 13, 4, dtype=DOUBLE, generator=torch.Generator().manual_seed(1)))
 
 
-def cached(chunk: int) -> list[Any]:
+def cached_gradients(chunk: int) -> list[Any]:
     model = Towers()
     torch.manual_seed(2)
     training.cached_step(lambda *x: tuple(model(*x).values()), inputs(), contrastile.clip_loss, chunk=chunk)
-    return [p.grad for p in model.parameters()]
+    return [parameter.grad for parameter in model.parameters()]
 
 
-def test_open_clip_s_loop_in_the_open_and_a_call_by_names() -> None:
+def test_the_recipe_for_open_clip_s_loop_and_a_call_with_keywords() -> None:
     model, chunked, (images, texts) = Towers(), ChunkedModel(Towers(), 4), inputs()
     torch.manual_seed(2)
     recipe("open_clip")["step"](model, images, texts, contrastile.nn.ClipLoss())
     torch.manual_seed(2)
     contrastile.nn.ClipLoss()(**chunked(images, text=texts)).backward()
     # a chunk of 256 is the whole batch
-    for each, chunk in ((model, 13), (chunked, 4)):
-        assert all(torch.equal(p.grad, x) for p, x in zip(each.parameters(), cached(chunk), strict=True))
+    for trained, chunk in ((model, 13), (chunked, 4)):
+        assert all(torch.equal(p.grad, x) for p, x in zip(trained.parameters(), cached_gradients(chunk), strict=True))
 
 
 def test_open_clip_s_losses_are_replaced_and_the_others_named(
@@ -74,23 +74,23 @@ def test_open_clip_s_losses_are_replaced_and_the_others_named(
     assert "ChunkedModel" in printed(*blocks(read("docs/tutorials/larger-batch.md"), r' \{\.python title="train'))
     assert replace_losses() == ["GenLipLoss"]
     assert "these stay open_clip's own: GenLipLoss" in caplog.text
-    made: Any = factory.ClipLoss(local_loss=True), loss.SigLipLoss(chunk_size=8), loss.CoCaLoss(2.0, 1.0)  # type: ignore[attr-defined]
-    assert [type(x).__module__ for x in made] == ["contrastile.nn"] * 3
+    replaced: Any = factory.ClipLoss(local_loss=True), loss.SigLipLoss(chunk_size=8), loss.CoCaLoss(2.0, 1.0)  # type: ignore[attr-defined]
+    assert [type(x).__module__ for x in replaced] == ["contrastile.nn"] * 3
 
 
 def test_under_ddp_sentence_transformers_gradients_are_those_of_the_global_loss() -> None:
-    ended = launch("torch", PROGRAM, ranks=2, seconds=1200)
-    assert ended.code == 0, ended.output
+    result = launch("torch", PROGRAM, ranks=2, seconds=1200)
+    assert result.code == 0, result.output
     for rank in range(2):
-        found = dict(line.split(": ", 1) for line in ended.said(rank))
-        assert len(found) == 10 * 4 * 3 + 3
-        for trial, ratio in found.items():
+        ratios = dict(line.split(": ", 1) for line in result.lines(rank))
+        assert len(ratios) == 10 * 4 * 3 + 3
+        for trial, ratio in ratios.items():
             assert float(ratio) < 1, (trial, ratio)
-    assert ended.orphans == 0
+    assert result.orphans == 0
 
 
 def test_every_recipe_runs_somewhere() -> None:
-    """A section with Python blocks is one of those that the tests beside this one call."""
-    shown = {name for name, text in SECTIONS.items() if "```python" in text}
+    """The tests of this folder call the recipe of every section with Python blocks."""
+    recipes = {name for name, text in SECTIONS.items() if "```python" in text}
     packages = {"Tevatron", "FlagEmbedding", "GradCache", "NeMo Automodel"}
-    assert shown == {"sentence-transformers", "transformers", "open_clip", "Lightning", "accelerate"} | packages
+    assert recipes == {"sentence-transformers", "transformers", "open_clip", "Lightning", "accelerate"} | packages

@@ -1,9 +1,9 @@
-"""Balls: a float64 value and how far rounding can move it, carried through every operation.
+"""Balls: a float64 value and a bound on its rounding error, carried through every operation.
 
-The radius of a result is first what the radii of its operands can move it by, then its own rounding: u = 2^-53 for
-one operation, gamma_n = n u / (1 - n u) for a sum of n terms in any order, `ULPS` roundings for a library function.
-Two float64 computations of one formula, whatever their order of summation, are then within twice the radius of each
-other.
+The radius of a result has two parts: the effect of the radii of the operands, and the rounding of the operation itself.
+That is u = 2^-53 for one operation, gamma_n = n u / (1 - n u) for a sum of n terms in any order, and `ULPS` roundings
+for a library function. Two float64 computations of one formula, whatever their order of summation, are within twice the
+radius of each other.
 """
 
 from __future__ import annotations
@@ -128,69 +128,69 @@ def concatenate(balls):
 
 def lse(x, admitted):
     """Log-sum-exp of each row's admitted entries, merged one by one."""
-    found = Ball(np.full(len(x), -np.inf))
+    result = Ball(np.full(len(x), -np.inf))
     for j in range(x.shape[1]):
-        found = np.logaddexp(found, Ball(np.where(admitted[:, j], x.mid[:, j], -np.inf), x.rad[:, j]))
-    return found
+        result = np.logaddexp(result, Ball(np.where(admitted[:, j], x.mid[:, j], -np.inf), x.rad[:, j]))
+    return result
 
 
-def _of_logits(p, made):
-    """A loss whose value and G are those of ``made(x)``, with its gradients."""
+def _from_logits(p, gradient_and_loss):
+    """A loss and all its gradients, from a function of the logits that returns G and the loss."""
     scale, q = (x if isinstance(x, Ball) else Ball(x) for x in (p.scale, p.q))
     per_row = scale.shape != ()
     scale = scale[:, None] if per_row else scale
-    G, found = made(scale * (q @ p.k.T) + p.bias)
+    G, result = gradient_and_loss(scale * (q @ p.k.T) + p.bias)
     R = G @ p.k
-    found.G = G
-    found.gradients = [
+    result.G = G
+    result.gradients = [
         scale * R,
         (scale * G).T @ q,
         (R * q).sum(axis=1 if per_row else None),
         G.sum(axis=1).sum(),
     ]
-    found.d_rows, found.d_columns, found.d_scale, found.d_bias = found.gradients
-    found.all = [found.loss, *found.gradients]
-    return found
+    result.d_rows, result.d_columns, result.d_scale, result.d_bias = result.gradients
+    result.all = [result.loss, *result.gradients]
+    return result
 
 
 def general(p):
     """The general loss of a problem."""
 
-    def made(x):
-        found, G = SimpleNamespace(loss=Ball(0.0)), 0.0
-        found.row_lse, found.column_lse = lse(x, p.A), lse(x.T, p.A.T)
-        for L, w, y, turned in ((found.row_lse, p.u, p.y, False), (found.column_lse, p.v, p.y_c, True)):
-            (z, admitted, y) = (x.T, p.A.T, y.T) if turned else (x, p.A, y)
-            seen = np.isfinite(L.mid)
-            L = Ball(np.where(seen, L.mid, 0.0), np.where(seen, L.rad, 0.0))
-            w = np.where(seen, w, 0.0)
-            found.loss = found.loss + (w * (L - (y * z).sum(axis=1))).sum()
-            part = w[:, None] * (admitted * np.exp(admitted * (z - L[:, None])) - y)
-            G = G + (part.T if turned else part)
-        return G, found
+    def gradient_and_loss(x):
+        result, G = SimpleNamespace(loss=Ball(0.0)), 0.0
+        result.row_lse, result.column_lse = lse(x, p.A), lse(x.T, p.A.T)
+        for L, w, y, is_transposed in ((result.row_lse, p.u, p.y, False), (result.column_lse, p.v, p.y_c, True)):
+            (logits, admitted, y) = (x.T, p.A.T, y.T) if is_transposed else (x, p.A, y)
+            is_finite = np.isfinite(L.mid)
+            L = Ball(np.where(is_finite, L.mid, 0.0), np.where(is_finite, L.rad, 0.0))
+            w = np.where(is_finite, w, 0.0)
+            result.loss = result.loss + (w * (L - (y * logits).sum(axis=1))).sum()
+            weighted = w[:, None] * (admitted * np.exp(admitted * (logits - L[:, None])) - y)
+            G = G + (weighted.T if is_transposed else weighted)
+        return G, result
 
-    return _of_logits(p, made)
+    return _from_logits(p, gradient_and_loss)
 
 
 def contrastive(X, Y, r, scale, B):
     """1/B sum_i (log sum_j exp(scale <x_i, y_j>) - scale <x_i, y_{r_i}>): loss, dX, dY, dscale and p, as balls."""
     y = one_hot(r, len(Y))
-    of = {"A": np.ones(y.shape, np.bool_), "y": y, "y_c": y, "u": np.ones(len(y)), "v": np.zeros(len(Y))}
-    found = general(SimpleNamespace(q=X, k=Y, scale=scale, bias=0.0, **of))
-    return *(x / float(B) for x in found.all[:4]), found.G + y
+    weights = {"A": np.ones(y.shape, np.bool_), "y": y, "y_c": y, "u": np.ones(len(y)), "v": np.zeros(len(Y))}
+    result = general(SimpleNamespace(q=X, k=Y, scale=scale, bias=0.0, **weights))
+    return *(x / float(B) for x in result.all[:4]), result.G + y
 
 
 def sigmoid(p, b):
     """The sigmoid loss of a problem, over b."""
 
-    def made(x):
+    def gradient_and_loss(x):
         t = np.where(p.P, -1.0, 1.0) * x
         terms = p.A * np.logaddexp(0.0, t)
         # exp(t) / (1 + exp(t))
-        slope = np.exp(t - np.logaddexp(0.0, t))
-        return np.where(p.P, -1.0, 1.0) * (p.A * slope) / b, SimpleNamespace(loss=terms.sum() / b)
+        probability = np.exp(t - np.logaddexp(0.0, t))
+        return np.where(p.P, -1.0, 1.0) * (p.A * probability) / b, SimpleNamespace(loss=terms.sum() / b)
 
-    return _of_logits(p, made)
+    return _from_logits(p, gradient_and_loss)
 
 
 def one_hot(r, n):
@@ -198,7 +198,7 @@ def one_hot(r, n):
 
 
 def agrees(actual, ball):
-    """Whether a float64 computation is within rounding of the ball's formula: two, each within the ball's radius."""
+    """Whether a float64 result is within twice the radius, as two computations of one formula are."""
     actual = np.asarray(actual, dtype=np.float64)
     assert actual.shape == ball.mid.shape
     with np.errstate(invalid="ignore"):

@@ -1,6 +1,6 @@
-"""Problems for the oracle's tests: ragged, with every kind of pair, drawn by hypothesis.
+"""Problems for the tests of the oracle: ragged, with every kind of pair, drawn by hypothesis.
 
-Features, scales and biases lie on a dyadic grid.
+Features, scales and biases are on a dyadic grid.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def on_grid(values: npt.ArrayLike) -> Floats:
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem in full: rows, columns, scale () or (m,), bias, pairs, row and column weights."""
+    """A problem: rows, columns, scale of shape () or (m,), bias, pairs, weights of rows and of columns."""
 
     q: Floats
     k: Floats
@@ -67,7 +67,7 @@ class Problem:
 
 
 def random_pairs(rng: np.random.Generator, m: int, n: int, kind: str, exclude: bool) -> Pairs:
-    """Some rows have no positive and some exclude nothing: indices run from -1 to n."""
+    """Random pairs. Indices run from -1 to n, so that some rows have no positive and some exclude nothing."""
     ids = rng.integers(0, max(2, (m + n) // 3), size=m), rng.integers(0, max(2, (m + n) // 3), size=n)
     return Pairs(
         positives=None if kind == "labels" else rng.integers(-1, n + 1, size=m),
@@ -81,7 +81,7 @@ def random_pairs(rng: np.random.Generator, m: int, n: int, kind: str, exclude: b
 def random_problem(
     seed: int, m: int, n: int, d: int, kind: str, exclude: bool, per_row: bool, heat: float, bias: bool
 ) -> Problem:
-    """Signed weights, some of them 0; and 0 where a row or a column admits nothing, whose LSE is -inf."""
+    """A random problem with signed weights. Some are 0, and so is the weight of a row or column that admits nothing."""
     rng = np.random.default_rng(seed)
     scale = on_grid(heat * rng.uniform(0.5, 1.0, size=m if per_row else ()))
     p = Problem(

@@ -1,4 +1,4 @@
-"""Small encoders with explicit vector-Jacobian products; they run on arrays and on balls alike."""
+"""Small encoders with explicit vector-Jacobian products, for arrays and for balls."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ BILINEAR = Encoder(bilinear, bilinear_vjp)
 
 
 def chunks(tower):
-    """The sub-batches that hold anything, with their random states."""
+    """The sub-batches that are not empty, with their random states."""
     return [
         (rows, state)
         for rows, state in zip(row_slices(tower.sizes), tower.states, strict=True)

@@ -1,4 +1,4 @@
-"""DisCo Eq. 1-7 and Alg. 1 against the two terms of the whole batch, over uneven shards."""
+"""DisCo Eq. 1-7 and Alg. 1 against the two terms of the whole batch, with uneven shards."""
 
 import numpy as np
 import pytest
@@ -43,8 +43,8 @@ def test_equations_2_to_7_are_the_four_terms_and_their_gradients(problem):
         for ours, theirs in zip(disco.partition(I, n), (I_A[own], I_A[others]), strict=True):
             assert np.array_equal(ours, theirs)
 
-        # of Eq. 3, in its order: each direction's own rows, and the other ranks'
-        terms = [contrastive(X[of], Y, of, t, len(I_A)) for X, Y in ((I_A, T_A), (T_A, I_A)) for of in (own, others)]
+        # the terms of Eq. 3 in its order: for each direction the own rows, and the rows of other ranks
+        terms = [contrastive(X[r], Y, r, t, len(I_A)) for X, Y in ((I_A, T_A), (T_A, I_A)) for r in (own, others)]
         for ours, term in zip(disco.decomposed_loss(I, T, n, t), terms, strict=True):
             assert agrees(ours, term[0])
         intra, inter = disco.intra_gpu_gradients(I, T, n, t), disco.inter_gpu_gradients(I, T, n, t)
@@ -67,18 +67,18 @@ def test_algorithm_1_gives_the_parameters_the_gradient_of_the_global_loss(proble
     x = shards(rng, [len(shard) for shard in I], inputs)
     Theta = rng.standard_normal((inputs, I[0].shape[1]))
     I = [LINEAR.forward(Theta, shard, 0) for shard in x]
-    found, of_images, of_texts, of_t, _ = disco.algorithm_1(I, T, t)
+    loss_1, dI_1, dT_1, dt_1, _ = disco.algorithm_1(I, T, t)
 
     features = Ball(np.concatenate(x)) @ Ball(Theta)
     loss, dI, dT, dt = directions(features, np.concatenate(T), t, B)
     loss, dI, dT, dt = (ball * 0.5 * N / N for ball in (loss, dI, dT, dt))
-    assert agrees(found, loss)
-    assert agrees(np.concatenate(of_images), dI * N)
-    assert agrees(np.concatenate(of_texts), dT * N)
+    assert agrees(loss_1, loss)
+    assert agrees(np.concatenate(dI_1), dI * N)
+    assert agrees(np.concatenate(dT_1), dT * N)
 
-    dTheta = [LINEAR.vjp(Theta, shard, 0, u) for shard, u in zip(x, of_images, strict=True)]
+    dTheta = [LINEAR.vjp(Theta, shard, 0, u) for shard, u in zip(x, dI_1, strict=True)]
     assert agrees(collectives.data_parallel_mean(dTheta), Ball(np.concatenate(x)).T @ (dI * N) / N)
-    assert agrees(collectives.data_parallel_mean([np.asarray(g) for g in of_t]), dt)
+    assert agrees(collectives.data_parallel_mean([np.asarray(g) for g in dt_1]), dt)
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 3), (3, 0, 5), (1, 1, 1, 1), (2, 0, 0, 7, 1)])

@@ -1,8 +1,8 @@
-"""What the papers print wrong, each form as printed beside the corrected one; docs/explanation/errata tells of them.
+"""The mistakes of the papers: each form as printed, and as corrected. docs/explanation/errata describes them.
 
-An erratum is a function of the arguments that show or hide it. It gives the values of the printed form and of the
-corrected one, the truth as a ball and, where the page names what comes out instead, that as a ball, too. Where a
-printed line is one of several mistakes in an algorithm, the others are corrected: each difference has one cause.
+An erratum is a function of arguments that show or hide the mistake. It returns the values of the printed form and of
+the corrected form, the truth as a ball and, if the page names the wrong result, that result as another ball. If an
+algorithm has several mistakes, the function corrects all but one, so that each difference has one cause.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ ERRATA: list = []
 
 
 def erratum(shows: list[tuple], hides: list[tuple] = ()) -> Callable:
-    """A test of the function at the arguments that show the mistake and at those that hide it."""
+    """Register a function with arguments that show the mistake and arguments that hide it."""
 
-    def kept(function: Callable) -> Callable:
-        ERRATA.extend([*((function, a, False) for a in shows), *((function, a, True) for a in hides)])
+    def register(function: Callable) -> Callable:
+        ERRATA.extend([*((function, x, False) for x in shows), *((function, x, True) for x in hides)])
         return function
 
-    return kept
+    return register
 
 
 P = batch(6, 11, 4)
 I, T, b = P.q, P.k, 11
 L = row_lse(P.x, P.A)
 BALL = general(P)
-# of sum_i l_i, whose gradient Inf-CL Alg. 4 is
+# the loss sum_i l_i, whose gradient Inf-CL Alg. 4 computes
 SUMS = general(P.moved(pairs=Pairs(), u=np.ones(b)))
 
 
@@ -58,7 +58,7 @@ def from_zero(parts: list[np.ndarray]) -> np.ndarray:
 
 @erratum(shows=[(1,), (3,)])
 def inf_cl_equation_4_and_algorithm_2_line_5_start_at_0(n):
-    """Alg. 1 merges n results of Alg. 2, each of which starts at 0, from 0 again."""
+    """Alg. 1 starts at 0 and merges n results of Alg. 2, each of which starts at 0, too."""
     truth = BALL.row_lse + np.log(Ball(n))
     printed = from_zero([from_zero(inf_cl.tiled_lse(I, T, b, 4)[0])] * n)
     right = reduce(inf_cl.merge_lse, [inf_cl.local_lse(I, T, 4, 4)] * n)
@@ -70,7 +70,7 @@ def inf_cl_equation_7_first_line():
     """-1/b sum_j (dL/dx_ii dx_ii/dI_i dx_ij/dI_i - dL/dl_i dl_i/dx_ij dx_ij/dI_i), products of vectors by entries."""
     positive = -1 / b * T * T.sum(axis=0)
     printed = -1 / b * (positive - 1 / b * (np.exp(I @ T.T - L[:, None]) @ T))
-    # without the stray factor and the second 1/b, and with the sign of dL/dx_ii, this is the second line
+    # the second line has no stray factor, one 1/b, and the sign of dL/dx_ii
     softmax_part, stray = BALL.d_rows + Ball(T) / b, T * Ball(T).sum(axis=0)
     return printed, inf_cl.image_gradient(I, T, L), BALL.d_rows, softmax_part / b + stray / b / b
 
@@ -92,7 +92,7 @@ def inf_cl_equation_9_counts_the_tiles_of_the_global_batch(n):
 
 @erratum(shows=[(11, 4)], hides=[(4, 4), (4, 11)])
 def inf_cl_algorithm_2_line_6_loops_over_row_tiles(t_r, t_c):
-    """For j = 1 to n_r: fewer drop columns; more would read past the end (here: nothing is there)."""
+    """For j = 1 to n_r: fewer steps drop columns; more steps would read past the end (here they read nothing)."""
     tiles = inf_cl.tiled_lse(I, T, t_r, t_c)
     printed = np.concatenate([reduce(inf_cl.merge_lse, row[: len(tiles)]) for row in tiles])
     return printed, inf_cl.local_lse(I, T, t_r, t_c), BALL.row_lse
@@ -130,18 +130,18 @@ def inf_cl_algorithm_4_line_8_drops_the_last_columns(n):
 
 @erratum(shows=[(4,)], hides=[(11,)])
 def inf_cl_algorithm_4_lines_13_to_15_race(t_r):
-    """Every row tile loads dT^j before any stores it, so only the last one's part remains."""
+    """Every row tile loads dT^j before any tile stores it, so that only the part of the last tile remains."""
     last = (b - 1) // t_r * t_r
     printed = inf_cl.local_backward(I[last:], T, L[last:], t_r, 4)[1]
     return printed, inf_cl.local_backward(I, T, L, t_r, 4)[1], SUMS.d_columns
 
 
-# Table 1, loss memory in GB of 32k to 256k pairs: on 8 GPUs, on 32 GPUs
+# Table 1, memory of the loss in GB for 32k to 256k pairs: on 8 GPUs, on 32 GPUs
 @erratum(shows=[(0.18, 0.05), (0.36, 0.09), (0.72, 0.18), (1.45, 0.35)])
 def inf_cl_section_1_says_that_memory_falls_with_the_square_of_the_ranks(on_8, on_32):
-    """O(b / n^2), by which 32 GPUs hold 1/16 of what 8 hold."""
+    """O(b / n^2), by which a GPU of 32 holds 1/16 of the memory of a GPU of 8."""
     memory = [inf_cl.loss_memory(2**15, 768, n) for n in (8, 32)]
-    # the table has two decimals: each number is known to half a unit of its last place
+    # the table has two decimals, so each number is known to half a unit of its last place
     return 32**2 / 8**2, memory[0] / memory[1], Ball(on_8, 0.005) / Ball(on_32, 0.005), Ball(16.0)
 
 
@@ -167,7 +167,7 @@ def test_inf_cl_equation_4_overflows_on_a_large_step_up(dtype: type, fits: float
 
 
 def test_inf_cl_algorithm_4_lines_10_and_14_need_a_transpose() -> None:
-    """X = I T and dT += I dX: no products, or, for a tile as long as the features are wide, other ones."""
+    """X = I T and dT += I dX: the shapes do not match, or, for tiles as long as features are wide, results differ."""
     for left, right in ((I[:3], T[:2]), (I[:3], np.exp(I[:3] @ T[:2].T))):
         with pytest.raises(ValueError, match="mismatch"):
             left @ right
@@ -234,7 +234,7 @@ def gradcache_equation_7_takes_one_anchor_a_target(r):
 
 @erratum(shows=[(0.07,), (0.5,), (2.0,)], hides=[(1.0,)])
 def gradcache_section_3_1_has_tau_only_as_a_multiplier(tau):
-    """Eq. 5 over tau, with p of Eq. 2, which has no tau; not even the directions, compared here, are right."""
+    """Eq. 5 over tau, with p of Eq. 2, which has no tau. Not even the directions, compared here, are right."""
     r = np.array(ALONE)
     printed = -(G[r] - gradcache.normalized_similarity(F @ G.T, 1.0) @ G) / (7 * tau)
     forms = printed, gradcache.anchor_gradient(F, G, r, tau), contrastive(F, G, r, Ball(1.0) / tau, 7)[1]
@@ -250,7 +250,7 @@ def towers(encoder):
 
 @erratum(shows=[(2,), (4,)], hides=[(1,)])
 def gradcache_section_3_4_takes_the_mean_over_gpus(N):
-    """Reduction "as with standard parallel training", DDP's mean."""
+    """Reduction "as with standard parallel training", which is the mean of DDP."""
     f, g, r, tau = towers(TANH)
     dealt = [
         [replace(x, inputs=part, sizes=(len(part),), states=(0,)) for part in np.array_split(x.inputs, N)]
@@ -270,7 +270,7 @@ def whole(tower):
     hides=[(TANH, True), (BATCH_NORM, False), (DROPOUT, False)],
 )
 def gradcache_claims_the_exact_same_gradient_update(encoder, chunked):
-    """The large batch's (v2, Sec. 1 and 6): with BatchNorm another function's, with dropout another draw's."""
+    """The gradient of the large batch (v2, Sec. 1 and 6). BatchNorm makes another function, dropout another draw."""
     f, g, r, tau = towers(encoder)
     large = gradcache.step(whole(f), whole(g), r, tau)[1]
     f, g = (f, g) if chunked else (whole(f), whole(g))
@@ -291,7 +291,7 @@ EQUAL = [(16, 4), (15, 5), (7, 7), (6, 1)]
 
 
 def mbs_algorithm_1(loss_and_gradient, N_B, N_mu):
-    """Alg. 1, line 11: every micro-batch's gradient over N_S, however few samples it holds."""
+    """Alg. 1, line 11: the gradient of every micro-batch over N_S, however few samples it has."""
     micro = mbs.split(N_B, N_mu)
     return sum(loss_and_gradient(micro_j)[1] / len(micro) for micro_j in micro)
 
@@ -301,20 +301,20 @@ def mbs_algorithm_1_line_11_and_equations_12_14_and_15(N_B, N_mu):
     """d(1/N_S sum_j L_mu_j), a mean of means."""
     problem, micro = Regression(N_B), mbs.split(N_B, N_mu)
     means = [problem.samples(Ball)[1][micro_j].sum(axis=0) / len(micro_j) for micro_j in micro]
-    right, gives = mbs.algorithm_1(problem, N_B, N_mu)[1], reduce(lambda a, b: a + b, means) / len(micro)
-    return mbs_algorithm_1(problem, N_B, N_mu), right, problem.ball()[1], gives
+    right, wrong = mbs.algorithm_1(problem, N_B, N_mu)[1], reduce(lambda a, b: a + b, means) / len(micro)
+    return mbs_algorithm_1(problem, N_B, N_mu), right, problem.ball()[1], wrong
 
 
 @erratum(shows=[()])
 def mbs_algorithm_1_weighs_the_last_of_17_samples_in_micro_batches_of_16_eight_and_a_half_times():
-    """A sample's weight is its place in the accumulated gradient, where its own gradient is its unit vector."""
+    """The gradient of a sample is its unit vector, so that the accumulated gradient has the weight of each sample."""
 
     def unit_vectors(micro_j):
         return 0.0, np.eye(17)[micro_j].sum(axis=0) / len(micro_j)
 
     truth = Ball(np.full(17, 16.0)) / 17.0 / 16.0
-    gives = truth * ([17 / 32] * 16 + [8.5])
-    return mbs_algorithm_1(unit_vectors, 17, 16), mbs.algorithm_1(unit_vectors, 17, 16)[1], truth, gives
+    wrong = truth * ([17 / 32] * 16 + [8.5])
+    return mbs_algorithm_1(unit_vectors, 17, 16), mbs.algorithm_1(unit_vectors, 17, 16)[1], truth, wrong
 
 
 @erratum(shows=UNEQUAL, hides=EQUAL)
@@ -334,7 +334,7 @@ def mbs_equations_8_10_11_16_and_17_divide_by_the_missing_samples_too(N_B, N_mu)
 
 @erratum(shows=[(1,), (2,), (3,), (4,)], hides=[(6,), (9,)])
 def mbs_equation_19_under_algorithm_1(N_mu):
-    """Each micro-batch's own Dice loss, over N_S."""
+    """The Dice loss of each micro-batch, over N_S."""
     (A, B), micro = images(6), mbs.split(6, N_mu)
     printed = [mbs_segmentation.dice_loss_gradient(A[micro_j], B[micro_j]) / len(micro) for micro_j in micro]
     return np.concatenate(printed), mbs_segmentation.streamed_dice_loss_gradient(A, B, micro), dice_balls(A, B)[1]
@@ -342,7 +342,7 @@ def mbs_equation_19_under_algorithm_1(N_mu):
 
 @erratum(shows=[(BATCH_NORM,)], hides=[(TANH,)])
 def mbs_section_3_4_provides_the_same_calculation(encoder):
-    """Streamed micro-batches, equal ones, of a model with batch statistics: no weight corrects it."""
+    """Equal micro-batches of a model with batch statistics: no weight corrects the gradient."""
     rng = np.random.default_rng(0)
     x, y, w = rng.standard_normal((12, 3)), rng.standard_normal((12, 2)), rng.standard_normal((3, 2))
 
@@ -354,9 +354,9 @@ def mbs_section_3_4_provides_the_same_calculation(encoder):
     return mbs.algorithm_1(loss_and_gradient, 12, 4)[1], loss_and_gradient(np.arange(12))[1], truth
 
 
-@pytest.mark.parametrize(("forms", "arguments", "hidden"), ERRATA)
-def test_the_printed_form_is_wrong_where_nothing_hides_it(forms: Callable, arguments: tuple, hidden: bool) -> None:
-    printed, right, truth, *gives = forms(*arguments)
+@pytest.mark.parametrize(("forms", "arguments", "is_hidden"), ERRATA)
+def test_the_printed_form_is_wrong_where_nothing_hides_it(forms: Callable, arguments: tuple, is_hidden: bool) -> None:
+    printed, right, truth, *wrong = forms(*arguments)
     assert agrees(right, truth)
-    assert agrees(printed, truth) == hidden
-    assert all(agrees(printed, ball) for ball in gives)
+    assert agrees(printed, truth) == is_hidden
+    assert all(agrees(printed, ball) for ball in wrong)

@@ -18,7 +18,7 @@ from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigma, sigmoi
 
 
 def pair_kind(pairs: Pairs, i: int, j: int) -> tuple[bool, bool]:
-    """(positive, admitted) for one pair, by the words of the definition."""
+    """(positive, admitted) for one pair, as the definition states them."""
     same_id = pairs.row_ids is not None and pairs.row_ids[i] == pairs.column_ids[j]
     if pairs.excluded is not None and pairs.excluded[i] == j:
         return False, False
@@ -30,13 +30,13 @@ def pair_kind(pairs: Pairs, i: int, j: int) -> tuple[bool, bool]:
 
 
 def pair_kinds(pairs: Pairs, m: int, n: int) -> np.ndarray:
-    """Of all pairs, (m, n, 2)."""
-    found = [[pair_kind(pairs, i, j) for j in range(n)] for i in range(m)]
-    return np.array(found, dtype=np.bool_).reshape(m, n, 2)
+    """``pair_kind`` of all pairs: (m, n, 2)."""
+    kinds = [[pair_kind(pairs, i, j) for j in range(n)] for i in range(m)]
+    return np.array(kinds, dtype=np.bool_).reshape(m, n, 2)
 
 
 def by_autograd(p: Problem, b: float | None = None) -> list[np.ndarray]:
-    """The general loss, or the sigmoid loss where b is given: (loss, d_rows, d_columns, d_scale, d_bias)."""
+    """The general loss, or with b the sigmoid loss: (loss, d_rows, d_columns, d_scale, d_bias)."""
     leaves = [torch.tensor(t, dtype=torch.float64, requires_grad=True) for t in (p.q, p.k, p.scale, p.bias)]
     q, k, scale, bias = leaves
     x = scale.reshape(-1, 1) * (q @ k.T) + bias
@@ -62,21 +62,21 @@ B = 7.0
 @given(p=PROBLEMS)
 def test_autograd_of_the_definition_agrees(p: Problem) -> None:
     softmax = loss(p.sides), gradient_of_logits(p.sides), by_autograd(p), general(p)
-    of_pairs = sigmoid_terms(p.x, p.P, p.A).sum() / B, gradient_of_sigmoid_logits(p.x, p.P, B, p.A)
-    for value, G, definition, balls in (softmax, (*of_pairs, by_autograd(p, B), sigmoid(p, B))):
-        found = value, *gradients(p.q, p.k, p.scale, G)
-        for ours, theirs, ball in zip(found, definition, balls.all, strict=True):
+    sigmoid_results = sigmoid_terms(p.x, p.P, p.A).sum() / B, gradient_of_sigmoid_logits(p.x, p.P, B, p.A)
+    for value, G, definition, balls in (softmax, (*sigmoid_results, by_autograd(p, B), sigmoid(p, B))):
+        results = value, *gradients(p.q, p.k, p.scale, G)
+        for ours, theirs, ball in zip(results, definition, balls.all, strict=True):
             assert agrees(ours, ball)
             assert agrees(theirs, ball)
 
 
 def test_one_direction_is_a_zero_column_weight() -> None:
-    both = RAGGED.moved(v=np.zeros(len(RAGGED.k))).sides
-    assert loss(both[:1]) == loss(both)
-    np.testing.assert_array_equal(gradient_of_logits(both[:1]), gradient_of_logits(both))
+    sides = RAGGED.moved(v=np.zeros(len(RAGGED.k))).sides
+    assert loss(sides[:1]) == loss(sides)
+    np.testing.assert_array_equal(gradient_of_logits(sides[:1]), gradient_of_logits(sides))
 
 
-def test_what_has_weight_zero_contributes_nothing_whatever_it_is() -> None:
+def test_a_row_of_weight_zero_contributes_nothing_even_if_it_is_nan() -> None:
     # a row that admits nothing
     x, u = np.zeros((2, 2)), np.array([0.0, 1.0])
     A = np.array([[False, False], [True, False]])
@@ -98,7 +98,7 @@ def test_the_lse_of_nothing_is_minus_infinity() -> None:
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "both"),
+    ("a", "b", "merged"),
     [
         (-np.inf, -np.inf, -np.inf),
         (-np.inf, 3.0, 3.0),
@@ -111,12 +111,12 @@ def test_the_lse_of_nothing_is_minus_infinity() -> None:
         (-np.inf, np.nan, np.nan),
     ],
 )
-def test_the_merge_is_guarded(a: float, b: float, both: float) -> None:
-    np.testing.assert_array_equal(merge(a, b), both)
-    np.testing.assert_array_equal(merge(b, a), both)
+def test_the_merge_handles_infinities_and_nan(a: float, b: float, merged: float) -> None:
+    np.testing.assert_array_equal(merge(a, b), merged)
+    np.testing.assert_array_equal(merge(b, a), merged)
 
 
-def test_an_admitted_nan_comes_out_and_an_unseen_one_does_not() -> None:
+def test_an_admitted_nan_propagates_and_a_masked_one_does_not() -> None:
     p = RAGGED
     q = p.q.copy()
     q[2, 1] = np.nan
@@ -126,10 +126,10 @@ def test_an_admitted_nan_comes_out_and_an_unseen_one_does_not() -> None:
     assert np.flatnonzero(np.isnan(L)).tolist() == [2]
     side = replace(p.sides[0], x=x, weight=np.ones(7))
     assert np.isnan(loss([side]))
-    found = gradients(q, p.k, p.scale, side.gradient())
-    assert np.isnan(found.d_columns[p.A[2]]).all()
-    assert np.isnan(found.d_columns[:, 1]).all()
-    assert np.flatnonzero(np.isnan(found.d_rows).any(axis=1)).tolist() == [2]
+    result = gradients(q, p.k, p.scale, side.gradient())
+    assert np.isnan(result.d_columns[p.A[2]]).all()
+    assert np.isnan(result.d_columns[:, 1]).all()
+    assert np.flatnonzero(np.isnan(result.d_rows).any(axis=1)).tolist() == [2]
 
 
 def test_an_infinite_feature_ends_in_nan_without_a_warning() -> None:
@@ -143,14 +143,14 @@ def test_an_infinite_feature_ends_in_nan_without_a_warning() -> None:
     assert np.isnan(gradients(q, p.k, p.scale, G).d_rows[0]).all()
 
 
-def test_an_index_outside_the_columns_names_none() -> None:
+def test_an_index_outside_of_the_columns_selects_none() -> None:
     far = np.iinfo(np.int64)
     pairs = Pairs(positives=np.array([-1, 3, far.max, far.min]), excluded=np.array([-1, 3, far.max, far.min]))
     assert not pairs.positive(4, 3).any()
     assert pairs.admitted(4, 3).all()
 
 
-def test_float32_features_are_widened_first() -> None:
+def test_float32_features_are_converted_to_float64_first() -> None:
     q, k = RAGGED.q.astype(np.float32), RAGGED.k.astype(np.float32)
     np.testing.assert_array_equal(logits(q, k, 3.0), logits(q.astype(np.float64), k.astype(np.float64), 3.0))
 

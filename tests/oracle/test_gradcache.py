@@ -1,4 +1,4 @@
-"""GradCache Eq. 1-13 and Sec. 3.3-3.4: the cached gradient is the gradient, down to the encoders' parameters."""
+"""GradCache Eq. 1-13 and Sec. 3.3-3.4: the cached gradient is the gradient of the parameters of the encoders."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ SIZES = st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(any)
 
 @st.composite
 def problems(draw, encoders=(TANH, LINEAR, DROPOUT)):
-    """Two towers with ragged sub-batches, and targets that may be shared or unused."""
+    """Two towers with ragged sub-batches; several anchors may share a target, and a target may have none."""
     rng = np.random.default_rng(draw(st.integers(0, 2**31)))
     d, width = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     towers = []
@@ -32,7 +32,7 @@ def problems(draw, encoders=(TANH, LINEAR, DROPOUT)):
 
 
 class Traced(torch.Tensor):
-    """A tensor of which NumPy's functions are torch's: encoders run on it, and autograd takes their gradients."""
+    """A tensor on which NumPy's functions call torch's, so that autograd differentiates the encoders."""
 
     def __array_ufunc__(self, ufunc, method, *inputs):
         return getattr(torch, ufunc.__name__)(*map(torch.as_tensor, inputs))
@@ -40,23 +40,23 @@ class Traced(torch.Tensor):
 
 def by_autograd(forward, u, *arrays):
     """The vector-Jacobian products of a function of arrays."""
-    given = [torch.tensor(x).as_subclass(Traced).requires_grad_() for x in arrays]
-    return [x.numpy() for x in torch.autograd.grad(forward(*given), given, torch.tensor(u))]
+    leaves = [torch.tensor(x).as_subclass(Traced).requires_grad_() for x in arrays]
+    return [x.numpy() for x in torch.autograd.grad(forward(*leaves), leaves, torch.tensor(u))]
 
 
 @given(problems(encoders=(TANH, LINEAR, DROPOUT, BATCH_NORM)))
-def test_the_towers_and_the_distance_have_autograd_s_products(problem):
+def test_the_products_of_the_towers_and_the_distance_are_those_of_autograd(problem):
     f, g, *_ = problem
-    draw, d = np.random.default_rng(0), f.parameters.shape[1]
-    u = draw.standard_normal((len(f.inputs), d))
-    (found,) = by_autograd(lambda Theta: f.encoder.forward(Theta, torch.tensor(f.inputs), 5), u, f.parameters)
-    assert agrees(found, f.encoder.vjp(Ball(f.parameters), Ball(f.inputs), 5, Ball(u)))
-    arrays = draw.standard_normal((d, d)), u, draw.standard_normal((len(g.inputs), d))
+    rng, d = np.random.default_rng(0), f.parameters.shape[1]
+    u = rng.standard_normal((len(f.inputs), d))
+    (product,) = by_autograd(lambda Theta: f.encoder.forward(Theta, torch.tensor(f.inputs), 5), u, f.parameters)
+    assert agrees(product, f.encoder.vjp(Ball(f.parameters), Ball(f.inputs), 5, Ball(u)))
+    arrays = rng.standard_normal((d, d)), u, rng.standard_normal((len(g.inputs), d))
     w = arrays[1] @ arrays[2].T
-    for found, ball in zip(
+    for product, ball in zip(
         by_autograd(BILINEAR.forward, w, *arrays), BILINEAR.vjp(*map(Ball, (*arrays, w))), strict=True
     ):
-        assert agrees(found, ball)
+        assert agrees(product, ball)
 
 
 @given(problems(encoders=(TANH, LINEAR)))
@@ -71,8 +71,8 @@ def test_equations_1_2_and_5_to_9_are_the_loss_and_its_gradients_in_sub_batches_
     assert agrees(gradcache.normalized_similarity(F @ G.T, tau), ball[4])
     assert agrees(gradcache.positives_of_targets(F, r, len(G)), Ball(one_hot(r, len(G))).T @ F)
     for tower, u in zip((f, g), cache, strict=True):
-        for found in (gradcache.chain_rule(tower, u), gradcache.accumulate(tower, u)):
-            assert agrees(found, ball_vjp(tower, Ball(u)))
+        for gradient in (gradcache.chain_rule(tower, u), gradcache.accumulate(tower, u)):
+            assert agrees(gradient, ball_vjp(tower, Ball(u)))
 
 
 @given(problems(encoders=(TANH, LINEAR, DROPOUT, BATCH_NORM)))
@@ -86,7 +86,7 @@ def test_multi_gpu_gives_the_gradient_of_the_gathered_batch(problem, data):
     N = data.draw(st.integers(1, 4))
 
     def deal(tower):
-        """The tower over N ranks, each with its own sub-batches, some ranks perhaps with nothing."""
+        """Split a tower over N ranks with sub-batches of their own; some ranks may be empty."""
         n = len(tower.inputs)
         cuts = sorted(data.draw(st.lists(st.integers(0, n), min_size=N - 1, max_size=N - 1)))
         edges = [0, *cuts, n]
@@ -112,7 +112,7 @@ def test_deep_distance_end_to_end(problem):
 
     F, G = ball_forward(f), ball_forward(g)
     d_ij = np.tanh(F @ Ball(Omega) @ G.T)
-    # An identity of targets turns "dot product" into "given distance".
+    # With the identity as targets, dot products are the given distances.
     ball_loss, w, _, _, _ = contrastive(d_ij, np.eye(len(G)), r, Ball(1.0) / tau, len(r))
     ball_omega, u, v = BILINEAR.vjp(Ball(Omega), F, G, w)
     balls = ball_loss, ball_vjp(f, u), ball_vjp(g, v), ball_omega

@@ -17,7 +17,7 @@ from contrastile.oracle.papers import inf_cl
 
 
 def batch(seed: int, b: int, c: int, heat: float = 1.0) -> Problem:
-    """Image rows with the scale in them, text columns, and Eq. 1's weights and positives."""
+    """Image rows that include the scale, text columns, and the weights and positives of Eq. 1."""
     rng = np.random.default_rng(seed)
     I, T = on_grid(heat * rng.standard_normal((b, c))), on_grid(rng.standard_normal((b, c)))
     return Problem(I, T, 1.0, pairs=Pairs(np.arange(b)), u=np.ones(b) / max(b, 1), v=np.zeros(b))
@@ -40,13 +40,13 @@ def test_equations_1_to_8_are_info_nce_its_lse_and_one_gradient(p: Problem, t_r:
     l, ball = row_lse(p.x, p.A), general(p)
     for loss in (info_nce(p.q, p.k, 1.0).loss, inf_cl.decomposed_loss(p.q, p.k, l)):
         assert agrees(loss, ball.loss)
-    cool = p.moved(q=on_grid(p.q / 64))
-    assert agrees(inf_cl.contrastive_loss(cool.q, cool.k), general(cool).loss)
+    small = p.moved(q=on_grid(p.q / 64))
+    assert agrees(inf_cl.contrastive_loss(small.q, small.k), general(small).loss)
     tiles = inf_cl.tiled_lse(p.q, p.k, t_r, t_c)
     assert (len(tiles), len(tiles[0])) == inf_cl.tile_counts(len(p.q), t_r, t_c)
     merged = [reduce(inf_cl.merge_lse, row, np.full(len(row[0]), -np.inf)) for row in tiles]
-    for found in (np.concatenate(merged), inf_cl.lse(p.x)):
-        assert agrees(found, ball.row_lse)
+    for L in (np.concatenate(merged), inf_cl.lse(p.x)):
+        assert agrees(L, ball.row_lse)
     dI, dT = inf_cl.chain_rule(gradient_of_logits(p.sides), p.q, p.k)
     for gradient in (dI, inf_cl.image_gradient(p.q, p.k, l), inf_cl.tiled_image_gradient(p.q, p.k, l, t_c)):
         assert agrees(gradient, ball.d_rows)

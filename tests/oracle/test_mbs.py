@@ -1,4 +1,4 @@
-"""MBS Eq. 1-19 and Alg. 1: streamed micro-batches give the mini-batch's gradient, whatever their sizes."""
+"""MBS Eq. 1-19 and Alg. 1: streamed micro-batches of any sizes give the gradient of the mini-batch."""
 
 import math
 
@@ -15,14 +15,14 @@ SIZES = st.tuples(st.integers(1, 33), st.integers(1, 40))
 
 
 class Regression:
-    """L_i = (tanh(x_i w) - y_i)^2 / 2, a loss of each sample alone, with its gradient by w."""
+    """L_i = (tanh(x_i w) - y_i)^2 / 2, a loss of single samples, and its gradient with respect to w."""
 
     def __init__(self, N_B, P=3, seed=0):
         rng = np.random.default_rng(seed)
         self.x, self.y, self.w = rng.standard_normal((N_B, P)), rng.standard_normal(N_B), rng.standard_normal(P)
 
     def samples(self, array=np.asarray):
-        """Every sample's loss and gradient; with array=Ball, their rounding too."""
+        """The loss and the gradient of every sample; with array=Ball, as balls."""
         x, w = array(self.x), array(self.w[:, None])
         h = np.tanh(x @ w)
         e = h - self.y[:, None]
@@ -33,7 +33,7 @@ class Regression:
         return mbs.mini_batch_loss(L[indices]), mbs.mini_batch_gradient(dL[indices])
 
     def ball(self):
-        """The mini-batch's loss and gradient, with room for a weight and a mean a micro-batch."""
+        """The loss and the gradient of the mini-batch, as balls that allow for a weight and a mean per micro-batch."""
         L, dL = self.samples(Ball)
         N_B = len(self.x)
         return tuple((x * float(N_B) / N_B * 1.0).sum(axis=0) / N_B for x in (L, dL))
@@ -92,7 +92,7 @@ def images(n=5, pixels=7, seed=0):
 
 
 def dice_balls(A, B):
-    """Eq. 19 and its gradient with their rounding."""
+    """Eq. 19 and its gradient, as balls."""
     B = Ball(B)
     X, Y = (A * B).sum(), A.sum() + B.sum()
     return 1.0 - X * 2.0 / Y, X * 2.0 / (Y * Y) - 2.0 * A / Y

@@ -1,10 +1,10 @@
-"""One step in the loops of other libraries, beside the gradients of the whole batch in one process.
+"""One step in the loops of other libraries, against the gradients of the whole batch in one process.
 
     torchrun --nproc-per-node 2 tests/integrations/programs/matrix.py torch [LIBRARY...]
 
-It prints the largest error of a parameter's gradient, relative to its norm, for each library and way to train. The
-gradients are what a step of SGD took off the parameters, in float32, or under autocast to bfloat16. Those of the whole
-batch are of the library's own loss, in float64. Two ranks have 9 and 14 pairs of 23.
+It prints the largest error of the gradient of a parameter, relative to its norm, for each library and way to train. The
+gradients are the changes of the parameters by a step of SGD, in float32 or under autocast to bfloat16. The gradients of
+the whole batch are those of the library's own loss in float64. Two ranks have 9 and 14 of 23 pairs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from train_cached import calls, counted
+from train_cached import calls, count_reductions
 from training_steps import Batches, epoch
 from transformers import TrainingArguments
 
@@ -61,18 +61,18 @@ LOSS = functools.partial(contrastile.clip_loss, group="world")
 Model, Given, Batch = nn.Module, list[Any], Any
 compiled_calls: list[None] = []
 COUNTED = "ofi"
-"""A name of a compiler that accelerate takes and torch has no compiler of."""
+"""The name of a compiler that accelerate accepts and torch does not register."""
 
 
 @functools.partial(torch._dynamo.register_backend, name=COUNTED)
-def graphs_counted(graph: Any, inputs: Any) -> Callable[..., Any]:
-    """Autograd's graphs of a compiled model, without code for a processor; libraries share those of one model."""
+def counting_compiler(graph: Any, inputs: Any) -> Callable[..., Any]:
+    """Count the calls of compiled graphs, which aot_eager runs without generated code."""
     run = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-    return lambda *given: [compiled_calls.append(None), run(*given)][-1]
+    return lambda *arguments: [compiled_calls.append(None), run(*arguments)][-1]
 
 
 class Pairs(nn.Module):
-    """A CLIP of transformers that is called by position, as most loops do."""
+    """A CLIP model of transformers with positional arguments, as most loops call models."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -83,16 +83,16 @@ class Pairs(nn.Module):
 
 
 def rate(name: str) -> float:
-    """So large that what a step takes off a parameter is not lost in rounding it; open_clip clamps a scale after it."""
+    """A learning rate so large that rounding does not hide a step; smaller for a scale, which open_clip clamps."""
     return 0.25 if "logit" in name else 1024.0
 
 
 def sgd(model: Model) -> torch.optim.Optimizer:
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return torch.optim.SGD([{"params": [p], "lr": rate(name)} for name, p in named])
+    parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return torch.optim.SGD([{"params": [parameter], "lr": rate(name)} for name, parameter in parameters])
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     return dist.get_world_size() > 1
 
 
@@ -100,23 +100,23 @@ def sharded(model: Model) -> Model:
     return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-def zero(way: str, steps: int, **more: Any) -> dict[str, Any]:
-    """DeepSpeed's configuration; it clips where this does not say 0."""
+def zero(way: str, steps: int, **options: Any) -> dict[str, Any]:
+    """The configuration of DeepSpeed, which would clip gradients without gradient_clipping = 0."""
     stage = {"stage": int(way.removeprefix("ZeRO ")) if way.startswith("ZeRO") else 0}
     autocast = {"enabled": way == "bf16", "dtype": "bfloat16"}
-    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": steps} | more
-    mine = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    return {**batch, **mine, "gradient_clipping": 0.0, "zero_optimization": stage, "torch_autocast": autocast}
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": steps} | options
+    required = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    return {**batch, **required, "gradient_clipping": 0.0, "zero_optimization": stage, "torch_autocast": autocast}
 
 
 def by_pytorch(model: Model, batches: Given, way: str) -> None:
-    wrapped: Any = sharded(model) if way == "FSDP2" else DistributedDataParallel(model) if several() else model
+    wrapped: Any = sharded(model) if way == "FSDP2" else DistributedDataParallel(model) if is_distributed() else model
     optimiser = sgd(model)
     for i, batch in enumerate(batches):
-        early = several() and i + 1 < len(batches)
+        accumulates = is_distributed() and i + 1 < len(batches)
         with (
             torch.autocast("cpu", torch.bfloat16, enabled=way == "bf16"),
-            wrapped.no_sync() if early else nullcontext(),
+            wrapped.no_sync() if accumulates else nullcontext(),
         ):
             if way == "plain":
                 LOSS(*wrapped(*batch)).backward()
@@ -125,28 +125,28 @@ def by_pytorch(model: Model, batches: Given, way: str) -> None:
     optimiser.step()
 
 
-def by_trainer(kind: Any, arguments: Any, model: Model, batches: Given, way: str, **more: Any) -> None:
-    """A step of transformers' Trainer, or of one that is made of it."""
+def by_trainer(kind: Any, arguments: Any, model: Model, batches: Given, way: str, **options: Any) -> None:
+    """A step of transformers' Trainer, or of a subclass."""
     settings: dict[str, Any] = {"gradient_accumulation_steps": len(batches), "max_grad_norm": 0.0, "max_steps": 1}
     settings |= {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "bf16": way == "bf16"}
     settings |= {"remove_unused_columns": False, "lr_scheduler_type": "constant"}
     if way == "compile":
         settings |= {"torch_compile": True, "torch_compile_backend": COUNTED}
     if way == "FSDP2":
-        how = {"version": 2, "auto_wrap_policy": "NO_WRAP", "cpu_ram_efficient_loading": False}
-        settings |= {"fsdp": True, "fsdp_config": how}
+        fsdp_config = {"version": 2, "auto_wrap_policy": "NO_WRAP", "cpu_ram_efficient_loading": False}
+        settings |= {"fsdp": True, "fsdp_config": fsdp_config}
     if way.startswith("ZeRO"):
         settings["deepspeed"] = zero(way, len(batches), train_micro_batch_size_per_gpu="auto")
     with tempfile.TemporaryDirectory() as folder:
-        made = kind(model, arguments(folder, **settings), **more)
+        trainer = kind(model, arguments(folder, **settings), **options)
 
         def create_optimizer(*_: Any) -> torch.optim.Optimizer:
-            # under DeepSpeed it takes no other that it is given
-            made.optimizer = made.optimizer or sgd(model)
-            return made.optimizer
+            # under DeepSpeed the trainer has an optimizer already
+            trainer.optimizer = trainer.optimizer or sgd(model)
+            return trainer.optimizer
 
-        made.create_optimizer, made.get_train_dataloader = create_optimizer, lambda: Batches(batches)
-        made.train()
+        trainer.create_optimizer, trainer.get_train_dataloader = create_optimizer, lambda: Batches(batches)
+        trainer.train()
 
 
 def by_transformers(loss: Any, model: Model, batches: Given, way: str) -> None:
@@ -161,15 +161,15 @@ def by_sentence_transformers(model: Model, batches: Given, way: str) -> None:
 
     from contrastile.integrations import sentence_transformers as ours
 
-    kind, how = ours.MultipleNegativesRankingLoss, dict[str, Any](gather_across_devices=several())
+    kind, loss_options = ours.MultipleNegativesRankingLoss, dict[str, Any](gather_across_devices=is_distributed())
     if way != "plain":
-        kind, how["mini_batch_size"] = ours.CachedMultipleNegativesRankingLoss, CHUNK
-    more: Any = {"loss": kind(model, **how), "train_dataset": datasets.Dataset.from_dict({"anchor": ["a"]})}
-    by_trainer(SentenceTransformerTrainer, SentenceTransformerTrainingArguments, model, batches, way, **more)
+        kind, loss_options["mini_batch_size"] = ours.CachedMultipleNegativesRankingLoss, CHUNK
+    options: Any = {"loss": kind(model, **loss_options), "train_dataset": datasets.Dataset.from_dict({"anchor": ["a"]})}
+    by_trainer(SentenceTransformerTrainer, SentenceTransformerTrainingArguments, model, batches, way, **options)
 
 
 def by_open_clip(model: Model, batches: Given, way: str) -> None:
-    wrapped: Any = DistributedDataParallel(model) if several() else model
+    wrapped: Any = DistributedDataParallel(model) if is_distributed() else model
     wrapped = wrapped if way == "plain" else ChunkedModel(wrapped, CHUNK)
     place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     loss = contrastile.nn.ClipLoss(local_loss=True, gather_with_grad=True, cache_labels=True, **place)
@@ -178,31 +178,32 @@ def by_open_clip(model: Model, batches: Given, way: str) -> None:
 
 
 def by_lightning(model: Model, batches: Given, way: str) -> None:
-    kind = recipe("Lightning")["CachedOnSeveral" if several() else "Cached"]
+    kind = recipe("Lightning")["CachedOnSeveral" if is_distributed() else "Cached"]
     module = kind(model, PAIRS if way == "plain" else CHUNK)
     module.configure_optimizers = lambda: sgd(model)
     if way == "FSDP2":
         module.configure_model = lambda: sharded(model)
     strategy = {"FSDP2": ModelParallelStrategy(), "ZeRO 1": "deepspeed_stage_1", "ZeRO 2": "deepspeed_stage_2"}
-    how: dict[str, Any] = {"devices": dist.get_world_size(), "precision": "bf16-mixed" if way == "bf16" else "32-true"}
-    how |= {"strategy": strategy.get(way, "ddp" if several() else "auto"), "accumulate_grad_batches": len(batches)}
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    how |= {"accelerator": "cpu", "max_epochs": 1, **dict.fromkeys(quiet, False)}
-    lightning.Trainer(**how).fit(module, Batches(batches))
+    disabled = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": dist.get_world_size(), **dict.fromkeys(disabled, False)}
+    options |= {"max_epochs": 1, "accumulate_grad_batches": len(batches)}
+    options |= {"strategy": strategy.get(way, "ddp" if is_distributed() else "auto")}
+    options |= {"precision": "bf16-mixed" if way == "bf16" else "32-true"}
+    lightning.Trainer(**options).fit(module, Batches(batches))
 
 
 def by_accelerate(model: Model, batches: Given, way: str) -> None:
-    how: dict[str, Any] = {"cpu": not way.startswith("ZeRO"), "gradient_accumulation_steps": len(batches)}
+    options: dict[str, Any] = {"cpu": not way.startswith("ZeRO"), "gradient_accumulation_steps": len(batches)}
     if way == "bf16":
-        how["mixed_precision"] = "bf16"
+        options["mixed_precision"] = "bf16"
     if way == "compile":
-        how["dynamo_backend"] = COUNTED
+        options["dynamo_backend"] = COUNTED
     if way == "FSDP2":
-        how["fsdp_plugin"] = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")
+        options["fsdp_plugin"] = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")
     if way.startswith("ZeRO"):
-        how["deepspeed_plugin"] = accelerate.DeepSpeedPlugin(hf_ds_config=zero(way, len(batches)))
+        options["deepspeed_plugin"] = accelerate.DeepSpeedPlugin(hf_ds_config=zero(way, len(batches)))
     chunk = PAIRS if way == "plain" else CHUNK
-    recipe("accelerate")["train"](accelerate.Accelerator(**how), model, sgd(model), batches, chunk)
+    recipe("accelerate")["train"](accelerate.Accelerator(**options), model, sgd(model), batches, chunk)
 
 
 def by_deepspeed(model: Model, batches: Given, way: str) -> None:
@@ -218,10 +219,10 @@ def by_deepspeed(model: Model, batches: Given, way: str) -> None:
 
 
 def by_retriever(model: Model, batches: Given, way: str) -> None:
-    """A loop as those of packages whose models give the loss, or GradCache's own step."""
+    """A step of packages whose models return the loss, or of GradCache."""
     inner: Any = model.encoder if way == "cached" else model
-    # a BERT has a pooler that nobody uses here
-    wrapped = DistributedDataParallel(inner, find_unused_parameters=True) if several() else inner
+    # no loss here uses the pooler of BERT
+    wrapped = DistributedDataParallel(inner, find_unused_parameters=True) if is_distributed() else inner
     optimiser = sgd(model)
     if way == "cached":
         retrievers.gradcache(wrapped, batches[0], ours=True)
@@ -231,8 +232,8 @@ def by_retriever(model: Model, batches: Given, way: str) -> None:
 
 
 def of_transformers(model: Any, batch: Batch) -> Tensor:
-    given = batch if isinstance(batch, dict) else dict(zip(tiny_models.inputs(0), batch, strict=True))
-    return getattr(model, "features", model).model(**given, return_loss=True).loss
+    inputs = batch if isinstance(batch, dict) else dict(zip(tiny_models.inputs(0), batch, strict=True))
+    return getattr(model, "features", model).model(**inputs, return_loss=True).loss
 
 
 def of_open_clip(model: Model, batch: Batch) -> Tensor:
@@ -250,11 +251,11 @@ def of_sentence_transformers(model: Any, batch: Batch) -> Tensor:
     return losses.MultipleNegativesRankingLoss(model)(columns, None)
 
 
-def pairs() -> tuple[Model, Batch]:
+def clip_model_and_batch() -> tuple[Model, Batch]:
     return Pairs(tiny_models.clip()), tuple(tiny_models.inputs(PAIRS).values())
 
 
-def of_open_clip_s_own() -> tuple[Model, Batch]:
+def open_clip_model_and_batch() -> tuple[Model, Batch]:
     stubs.install()
     import open_clip
 
@@ -264,18 +265,18 @@ def of_open_clip_s_own() -> tuple[Model, Batch]:
     return open_clip.CLIP(8, vision, text, output_dict=True), tuple(tiny_models.inputs(PAIRS).values())[:2]
 
 
-def sentences() -> tuple[Model, Batch]:
+def sentence_model_and_batch() -> tuple[Model, Batch]:
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_models.sentences(Path(folder))
-    given = {}
-    for column, first in (("anchor", 0), ("positive", 5)):
-        texts = [" ".join((2 * string.ascii_lowercase)[first + i : first + i + 1 + i % 3]) for i in range(PAIRS)]
-        given |= {f"{column}_{name}": x for name, x in model.preprocess(texts).items() if isinstance(x, Tensor)}
-    return model, given
+    batch = {}
+    for column, start in (("anchor", 0), ("positive", 5)):
+        texts = [" ".join((2 * string.ascii_lowercase)[start + i : start + i + 1 + i % 3]) for i in range(PAIRS)]
+        batch |= {f"{column}_{name}": x for name, x in model.preprocess(texts).items() if isinstance(x, Tensor)}
+    return model, batch
 
 
 class Library(NamedTuple):
-    """What it trains, its own loss of that, one step of its loop, and the ways that it has."""
+    """A model and a batch, the library's own loss, a step of its loop, and its ways to train."""
 
     make: Callable[[], tuple[Model, Batch]]
     own: Callable[[Any, Batch], Tensor]
@@ -283,9 +284,9 @@ class Library(NamedTuple):
     ways: tuple[str, ...] = (*WAYS, *SHARDED)
 
 
-def of(make: Callable[[], Any], loss: Any) -> Library:
-    given = lambda: (ImageTextFeatures(make()), tiny_models.inputs(PAIRS))  # noqa: E731
-    return Library(given, of_transformers, functools.partial(by_transformers, loss))
+def transformers_library(make: Callable[[], Any], loss: Any) -> Library:
+    make_features = lambda: (ImageTextFeatures(make()), tiny_models.inputs(PAIRS))  # noqa: E731
+    return Library(make_features, of_transformers, functools.partial(by_transformers, loss))
 
 
 def retriever(loss: Any, way: str = "plain") -> Library:
@@ -294,14 +295,14 @@ def retriever(loss: Any, way: str = "plain") -> Library:
 
 
 LIBRARIES = {
-    "PyTorch": Library(pairs, of_transformers, by_pytorch, (*WAYS, "FSDP2")),
-    "transformers, CLIP": of(tiny_models.clip, contrastile.clip_loss),
-    "transformers, SigLIP": of(tiny_models.siglip, contrastile.sigmoid_loss),
-    "sentence-transformers": Library(sentences, of_sentence_transformers, by_sentence_transformers),
-    "open_clip": Library(of_open_clip_s_own, of_open_clip, by_open_clip, WAYS[:-1]),
-    "Lightning": Library(pairs, of_transformers, by_lightning),
-    "accelerate": Library(pairs, of_transformers, by_accelerate),
-    "DeepSpeed": Library(pairs, of_transformers, by_deepspeed, (*WAYS, "ZeRO 1", "ZeRO 2")),
+    "PyTorch": Library(clip_model_and_batch, of_transformers, by_pytorch, (*WAYS, "FSDP2")),
+    "transformers, CLIP": transformers_library(tiny_models.clip, contrastile.clip_loss),
+    "transformers, SigLIP": transformers_library(tiny_models.siglip, contrastile.sigmoid_loss),
+    "sentence-transformers": Library(sentence_model_and_batch, of_sentence_transformers, by_sentence_transformers),
+    "open_clip": Library(open_clip_model_and_batch, of_open_clip, by_open_clip, WAYS[:-1]),
+    "Lightning": Library(clip_model_and_batch, of_transformers, by_lightning),
+    "accelerate": Library(clip_model_and_batch, of_transformers, by_accelerate),
+    "DeepSpeed": Library(clip_model_and_batch, of_transformers, by_deepspeed, (*WAYS, "ZeRO 1", "ZeRO 2")),
     "Tevatron": retriever(retrievers.tevatron),
     "FlagEmbedding": retriever(retrievers.flag_embedding),
     "NeMo Automodel": retriever(retrievers.nemo_automodel),
@@ -309,13 +310,13 @@ LIBRARIES = {
 }
 
 
-def each(batch: Batch, do: Callable[[Tensor], Tensor]) -> Batch:
-    """The same batch of other tensors."""
-    return {n: do(x) for n, x in batch.items()} if isinstance(batch, dict) else tuple(map(do, batch))
+def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+    """Apply a function to every tensor of a batch."""
+    return {n: function(x) for n, x in batch.items()} if isinstance(batch, dict) else tuple(map(function, batch))
 
 
-def prepared(model: Any, way: str, by: Any) -> None:
-    """What a user calls on a model before its trainer has it, adapters aside."""
+def prepare(model: Any, way: str, by: Any) -> None:
+    """Prepare a model for its trainer as a user does, except for adapters."""
     if way == "compile" and by in (by_pytorch, by_open_clip, by_lightning, by_deepspeed):
         model.compile(backend=COUNTED)
     if way == "checkpointing":
@@ -323,83 +324,83 @@ def prepared(model: Any, way: str, by: Any) -> None:
         inner = inner[0].auto_model if hasattr(inner, "encode") else inner
         getattr(inner, "gradient_checkpointing_enable", getattr(inner, "set_grad_checkpointing", None))()
     if way in SHARDED or by is by_deepspeed:
-        # they take no parameters without an axis
-        for p in model.parameters():
-            p.data = p.data.view(p.shape or 1)
+        # these trainers take no scalar parameters
+        for parameter in model.parameters():
+            parameter.data = parameter.data.view(parameter.shape or 1)
 
 
-def learnt(model: Model, own: Callable[[Any, Batch], Tensor], batches: Given) -> dict[str, Tensor]:
-    """The gradients of the mean of the library's own losses of batches."""
+def mean_gradients(model: Model, own_loss: Callable[[Any, Batch], Tensor], batches: Given) -> dict[str, Tensor]:
+    """The gradients of the mean of the library's own losses over the batches."""
     for batch in batches:
-        (own(model, batch) / len(batches)).backward()
-    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+        (own_loss(model, batch) / len(batches)).backward()
+    return {name: parameter.grad.double() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def largest_error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    largest = max(x.norm() for x in exact.values())
-    # a bias of all keys of a softmax changes nothing
-    learns = [name for name, x in exact.items() if x.norm() > 1e-12 * largest]
-    return max(((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in learns)
+def largest_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    largest = max(x.norm() for x in expected.values())
+    # the bias of the keys in a softmax has no gradient but roundings
+    names = [name for name, x in expected.items() if x.norm() > 1e-12 * largest]
+    return max(((actual[name] - expected[name]).norm() / expected[name].norm()).item() for name in names)
 
 
-def errors(model: Any, given: Batch, library: Library, way: str) -> tuple[float, float]:
-    """Of the library's step with our loss, and of its own loss of the whole batch, in the same precision."""
+def errors(model: Any, batch: Batch, library: Library, way: str) -> tuple[float, float]:
+    """The errors of the step with our loss, and of the library's own loss of the whole batch in the same precision."""
     if way == "LoRA":
         torch.manual_seed(0)
         targets = ["q_proj", "v_proj", "query", "value", "c_fc"]
         config = importlib.import_module("peft").LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
         importlib.import_module("peft").inject_adapter_in_model(config, model)
     model.float().train()
-    given = each(given, lambda x: x.float() if x.is_floating_point() else x)
+    batch = map_tensors(batch, lambda x: x.float() if x.is_floating_point() else x)
     cuts = [0, PAIRS // 2, PAIRS] if way == "accumulation" else [0, PAIRS]
-    batches = [each(given, lambda x, a=a, b=b: x[a:b]) for a, b in itertools.pairwise(cuts)]
-    doubles = [each(batch, lambda x: x.double() if x.is_floating_point() else x) for batch in batches]
-    exact = learnt(copy.deepcopy(model).double(), library.own, doubles)
+    batches = [map_tensors(batch, lambda x, a=a, b=b: x[a:b]) for a, b in itertools.pairwise(cuts)]
+    doubles = [map_tensors(part, lambda x: x.double() if x.is_floating_point() else x) for part in batches]
+    expected = mean_gradients(copy.deepcopy(model).double(), library.own, doubles)
     with torch.autocast("cpu", torch.bfloat16, enabled=way == "bf16"):
-        theirs = learnt(copy.deepcopy(model), library.own, batches)
+        theirs = mean_gradients(copy.deepcopy(model), library.own, batches)
     before = {name: p.detach().double() for name, p in model.named_parameters()}
 
-    def part(x: Tensor) -> Tensor:
+    def shard(x: Tensor) -> Tensor:
         cut = len(x) * 2 // 5
-        return x if not several() else x[cut:] if dist.get_rank() else x[:cut]
+        return x if not is_distributed() else x[cut:] if dist.get_rank() else x[:cut]
 
     if (library.step, way) == (by_sentence_transformers, "ZeRO 2"):
         raise RuntimeError("aborts: ZeRO 2 reduces in each of its chunks, of which ranks have other numbers")
-    prepared(model, way, library.step)
+    prepare(model, way, library.step)
     compiled_calls.clear()
-    library.step(model, [each(x, part) for x in batches], way)
+    library.step(model, [map_tensors(x, shard) for x in batches], way)
     if way == "compile" and not compiled_calls:
         raise RuntimeError("it compiled nothing")
     if way in SHARDED and calls:
         raise RuntimeError("not run: on a CPU it runs DDP instead")
     after: dict[str, Any] = dict(model.named_parameters())
-    whole = {n: x.full_tensor() if hasattr(x, "full_tensor") else x for n, x in after.items() if n in exact}
-    found = {n: (before[n] - x.detach().double().view_as(before[n])) / rate(n) for n, x in whole.items()}
-    return largest_error(found, exact), largest_error(theirs, exact)
+    gathered = {n: x.full_tensor() if hasattr(x, "full_tensor") else x for n, x in after.items() if n in expected}
+    actual = {n: (before[n] - x.detach().double().view_as(before[n])) / rate(n) for n, x in gathered.items()}
+    return largest_error(actual, expected), largest_error(theirs, expected)
 
 
 def main() -> None:
-    # libraries warn of other versions of torch, and say how they start
+    # libraries warn of other versions of torch, and log their start
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
-    # a rank that is not the first would save no model
-    made = {name: LIBRARIES[name].make() for name in sys.argv[2:] or LIBRARIES}
+    # a model must be saved before there are ranks, because only rank 0 saves models
+    models_and_batches = {name: LIBRARIES[name].make() for name in sys.argv[2:] or LIBRARIES}
     dist.init_process_group("gloo")
     variables = dict(os.environ)
-    wrap = DistributedDataParallel.__init__
-    DistributedDataParallel.__init__ = lambda self, *x, **y: [wrap(self, *x, **y), counted(self), None][-1]
-    for name, given in made.items():
+    init = DistributedDataParallel.__init__
+    DistributedDataParallel.__init__ = lambda self, *x, **y: [init(self, *x, **y), count_reductions(self), None][-1]
+    for name, model_and_batch in models_and_batches.items():
         for way in LIBRARIES[name].ways:
-            if way in SHARDED and not several():
+            if way in SHARDED and not is_distributed():
                 continue
             calls.clear()
             AcceleratorState._reset_state(True)
             row: dict[str, Any] = {"library": name, "way": way, "ranks": dist.get_world_size()}
             try:
-                found = errors(*copy.deepcopy(given), LIBRARIES[name], way)
-                row |= {n: float(f"{x:.2g}") for n, x in zip(("error", "own"), found, strict=True)}
-            except Exception as raised:
-                row["said"] = f"{type(raised).__name__}: {raised}"
+                result = errors(*copy.deepcopy(model_and_batch), LIBRARIES[name], way)
+                row |= {n: float(f"{x:.2g}") for n, x in zip(("error", "own"), result, strict=True)}
+            except Exception as error:
+                row["said"] = f"{type(error).__name__}: {error}"
             os.environ.clear()
             os.environ.update(variables)
             say(dist.get_rank(), json.dumps(row | {"reductions": len(calls)}))

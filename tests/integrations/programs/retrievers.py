@@ -1,4 +1,4 @@
-"""Retrieval packages for ``matrix.py``: an encoder, and the loss that a package, or its recipe here, makes with it."""
+"""Retrieval packages for ``matrix.py``: an encoder, and the loss of each package or of its recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Batch = dict[str, Tensor]
 
 
 class Encoder(nn.Module):
-    """Ids to the embedding of the first word."""
+    """An encoder from ids to the embedding of the first word."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,11 +39,11 @@ def flag_embedding(encoder: Any, batch: Batch, ours: bool) -> Tensor:
 
     kind = recipe("FlagEmbedding")["Embedder"] if ours else BiEncoderOnlyEmbedderModel
     model = kind(encoder.bert, negatives_cross_device=ours, temperature=0.1, normalize_embeddings=True)
-    given = (
+    inputs = (
         {"input_ids": x, "attention_mask": torch.ones_like(x)}
         for x in (batch["query"], batch["passages"].flatten(0, 1))
     )
-    return model(*given, teacher_scores=batch["teacher"].tolist()).loss
+    return model(*inputs, teacher_scores=batch["teacher"].tolist()).loss
 
 
 def nemo_automodel(encoder: Any, batch: Batch, ours: bool) -> Tensor:
@@ -51,23 +51,23 @@ def nemo_automodel(encoder: Any, batch: Batch, ours: bool) -> Tensor:
 
     loss = recipe("NeMo Automodel")["Loss"]() if ours else InfoNCELoss(cross_device_negatives=False)
     passages = encoder(batch["passages"].flatten(0, 1)).unflatten(0, (-1, 1 + NEGATIVES))
-    there = torch.arange(NEGATIVES) < batch["counts"][:, None]
-    return loss(encoder(batch["query"]), passages[:, 0], passages[:, 1:], there)
+    exists = torch.arange(NEGATIVES) < batch["counts"][:, None]
+    return loss(encoder(batch["query"]), passages[:, 0], passages[:, 1:], exists)
 
 
 def gradcache(encoder: Any, batch: Batch, ours: bool) -> Tensor:
-    """Ours by the package's own cache, which goes backward itself."""
+    """The package's loss, or ours in the package's cache, which also makes the backward pass."""
     from gradcache.loss import SimpleContrastiveLoss
 
-    given = batch["query"], batch["passages"].flatten(0, 1)
+    inputs = batch["query"], batch["passages"].flatten(0, 1)
     if not ours:
-        return SimpleContrastiveLoss(NEGATIVES)(*map(encoder, given))
-    wrapped: Any = isinstance(encoder, nn.parallel.DistributedDataParallel)
-    return recipe("GradCache")["cached"]([encoder, encoder], 4, "world")(*given, no_sync_except_last=wrapped)
+        return SimpleContrastiveLoss(NEGATIVES)(*map(encoder, inputs))
+    is_wrapped: Any = isinstance(encoder, nn.parallel.DistributedDataParallel)
+    return recipe("GradCache")["cached"]([encoder, encoder], 4, "world")(*inputs, no_sync_except_last=is_wrapped)
 
 
-class Whole(nn.Module):
-    """What gives its loss in forward, as most of these packages' models do."""
+class ModelWithLoss(nn.Module):
+    """A model whose forward pass returns the loss, as most models of these packages do."""
 
     def __init__(self, loss: Any) -> None:
         super().__init__()
@@ -78,8 +78,8 @@ class Whole(nn.Module):
 
 
 def batch(pairs: int) -> Batch:
-    draw = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     sizes = {"query": (pairs, 6), "passages": (pairs, 1 + NEGATIVES, 6)}
-    words = {name: torch.randint(5, 20, size, generator=draw) for name, size in sizes.items()}
-    teacher = torch.randn(pairs, 1 + NEGATIVES, generator=draw)
+    words = {name: torch.randint(5, 20, size, generator=generator) for name, size in sizes.items()}
+    teacher = torch.randn(pairs, 1 + NEGATIVES, generator=generator)
     return {**words, "teacher": teacher, "counts": torch.arange(pairs) % (1 + NEGATIVES)}

@@ -1,4 +1,4 @@
-"""sentence-transformers' losses on several ranks, under DDP: the gradients of the one global loss."""
+"""Losses of sentence-transformers on several ranks, under DDP: the gradients are those of the global loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ sys.path.extend(str(Path(__file__).resolve().parents[2] / x) for x in (".", "int
 import torch
 import torch.distributed as dist
 from engines import say
-from sentence_tables import ROWS, Table, allowed, columns
+from sentence_tables import ROWS, Table, columns, tolerance
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.util import cos_sim, dot_score
@@ -25,75 +25,75 @@ from torch.nn.parallel import DistributedDataParallel
 from contrastile.integrations import sentence_transformers as ours
 
 SCALE, STRENGTH = 5.0, 3.0
-FURTHER = "query_to_query", "doc_to_query", "doc_to_doc"
+OTHER_DIRECTIONS = "query_to_query", "doc_to_query", "doc_to_doc"
 MODES = None, "in_batch_negatives", "hard_negatives", "all_negatives"
 
 
 def settings() -> Iterator[dict[str, Any]]:
-    """Every choice that the library offers beside the similarity."""
-    for many in range(len(FURTHER) + 1):
-        for further in itertools.combinations(FURTHER, many):
+    """All options of the library's loss except the similarity."""
+    for count in range(len(OTHER_DIRECTIONS) + 1):
+        for others in itertools.combinations(OTHER_DIRECTIONS, count):
             for partition in ("joint", "per_direction"):
-                if partition == "joint" or not {"query_to_query", "doc_to_doc"} & set(further):
+                if partition == "joint" or not {"query_to_query", "doc_to_doc"} & set(others):
                     for mode in MODES:
                         yield {
-                            "directions": ("query_to_doc", *further),
+                            "directions": ("query_to_doc", *others),
                             "partition_mode": partition,
                             "hardness_mode": mode,
                             "hardness_strength": STRENGTH if mode else 0.0,
                         }
 
 
-def without_duplicates(model: Any, given: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """The loss of the whole matrix, where a document equal to a query's own is no negative."""
-    query, *keys = (nn.functional.normalize(model(dict(x))["sentence_embedding"], dim=1) for x in given)
-    texts = torch.cat([x["input_ids"][:, 0] for x in given[1:]])
-    equal = (texts[: len(query), None] == texts).fill_diagonal_(False)
-    assert equal.sum() == 4
-    logits = (SCALE * query @ torch.cat(keys).T).masked_fill(equal, -torch.inf)
+def without_duplicates(model: Any, inputs: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """The loss of the whole matrix, where a document that equals the query's positive is no negative."""
+    query, *keys = (nn.functional.normalize(model(dict(x))["sentence_embedding"], dim=1) for x in inputs)
+    texts = torch.cat([x["input_ids"][:, 0] for x in inputs[1:]])
+    is_duplicate = (texts[: len(query), None] == texts).fill_diagonal_(False)
+    assert is_duplicate.sum() == 4
+    logits = (SCALE * query @ torch.cat(keys).T).masked_fill(is_duplicate, -torch.inf)
     return nn.functional.cross_entropy(logits, torch.arange(len(query)))
 
 
-def apart(kind: str, more: dict[str, Any], documents: int = 2, **choice: Any) -> float:
-    """Ours with other numbers of rows on each rank, beside the library's loss of the whole batch, in bounds."""
+def relative_error(kind: str, options: dict[str, Any], documents: int = 2, **choice: Any) -> float:
+    """The error of our loss on uneven shards, relative to its bound, against the library's loss of the whole batch."""
     counts = [ROWS + 2 * rank for rank in range(dist.get_world_size())]
-    many = 1 + documents
-    starts = [many * sum(counts[:rank]) for rank in range(len(counts))]
-    parts = [columns(many, count, start) for count, start in zip(counts, starts, strict=True)]
-    if masked := "mask_duplicates" in more:
-        parts[1][1]["input_ids"][2] = parts[1][2]["input_ids"][0] = parts[0][1]["input_ids"][1]
-        for part in parts:
+    sides = 1 + documents
+    starts = [sides * sum(counts[:rank]) for rank in range(len(counts))]
+    shards = [columns(sides, count, start) for count, start in zip(counts, starts, strict=True)]
+    if masks_duplicates := "mask_duplicates" in options:
+        shards[1][1]["input_ids"][2] = shards[1][2]["input_ids"][0] = shards[0][1]["input_ids"][1]
+        for part in shards:
             part[2] = {name: nn.functional.pad(x, (0, 2)) for name, x in part[2].items()}
-    whole = [{name: torch.cat([x[name] for x in column]) for name in column[0]} for column in zip(*parts, strict=True)]
-    one, other = (SentenceTransformer(modules=[Table(many * sum(counts))], device="cpu") for _ in range(2))
-    library = losses.MultipleNegativesRankingLoss(one, scale=SCALE, **choice)
-    expected = without_duplicates(one, whole) if masked else library(whole, None)
+    batch = [{name: torch.cat([x[name] for x in column]) for name in column[0]} for column in zip(*shards, strict=True)]
+    theirs, mine = (SentenceTransformer(modules=[Table(sides * sum(counts))], device="cpu") for _ in range(2))
+    library = losses.MultipleNegativesRankingLoss(theirs, scale=SCALE, **choice)
+    expected = without_duplicates(theirs, batch) if masks_duplicates else library(batch, None)
     expected.backward()
-    loss = getattr(ours, kind)(other, scale=SCALE, gather_across_devices=True, **choice, **more)
-    # as the library's trainer does
-    loss.model = DistributedDataParallel(other)
-    found = loss(parts[dist.get_rank()], None)
-    found.backward()
-    far = max(abs(expected - found).item(), (one[0].embeddings.grad - other[0].embeddings.grad).abs().max().item())
-    return far / allowed((2 * many + 1) * sum(counts), SCALE + STRENGTH)
+    loss = getattr(ours, kind)(mine, scale=SCALE, gather_across_devices=True, **choice, **options)
+    # the library's trainer sets this attribute, too
+    loss.model = DistributedDataParallel(mine)
+    value = loss(shards[dist.get_rank()], None)
+    value.backward()
+    error = max(abs(expected - value).item(), (theirs[0].embeddings.grad - mine[0].embeddings.grad).abs().max().item())
+    return error / tolerance((2 * sides + 1) * sum(counts), SCALE + STRENGTH)
 
 
 def trials() -> Iterator[tuple[str, float]]:
-    """Every choice of the loss, and the cached one, which passes on what it was given."""
+    """All options of the loss, and the cached loss, which passes its options on."""
     similarities = {1: cos_sim, 2: dot_score, 3: cos_sim}
     for choice, (documents, similarity) in itertools.product(settings(), similarities.items()):
-        found = apart("MultipleNegativesRankingLoss", {}, documents, similarity_fct=similarity, **choice)
-        yield f"{documents} of {choice}".replace(": ", " "), found
-    both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
-    given = {**both, "similarity_fct": dot_score, "hardness_mode": "all_negatives", "hardness_strength": 2.0}
-    more = {"mini_batch_size": 3, "settings": {"tile": 8}}
-    yield "cached", apart("CachedMultipleNegativesRankingLoss", more, **given)
+        error = relative_error("MultipleNegativesRankingLoss", {}, documents, similarity_fct=similarity, **choice)
+        yield f"{documents} of {choice}".replace(": ", " "), error
+    directions = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+    chosen = {**directions, "similarity_fct": dot_score, "hardness_mode": "all_negatives", "hardness_strength": 2.0}
+    options = {"mini_batch_size": 3, "settings": {"tile": 8}}
+    yield "cached", relative_error("CachedMultipleNegativesRankingLoss", options, **chosen)
     for kind in ("MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"):
-        yield f"duplicates, {kind}", apart(kind, {"mask_duplicates": True})
+        yield f"duplicates, {kind}", relative_error(kind, {"mask_duplicates": True})
 
 
 def main() -> None:
-    # libraries warn of other versions of torch, and say how they start
+    # libraries warn of other versions of torch, and log their start
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")

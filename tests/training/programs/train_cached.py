@@ -91,7 +91,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [x.full_tensor() if hasattr(x, "full_tensor") else x for x in ordered]
 
 
-def with_counted_reductions(model: DistributedDataParallel) -> DistributedDataParallel:
+def count_reductions(model: DistributedDataParallel) -> DistributedDataParallel:
     """Count the reductions of DDP, which has one bucket here, in ``calls``."""
 
     # DDP reads the annotations of a hook, which must be types and not strings
@@ -125,7 +125,7 @@ class Dispatching(Towers):
 
 
 def ddp(module: nn.Module, **settings: Any) -> DistributedDataParallel:
-    return with_counted_reductions(DistributedDataParallel(module, **settings))
+    return count_reductions(DistributedDataParallel(module, **settings))
 
 
 def scale_of(model: nn.Module) -> Callable[[], Tensor]:

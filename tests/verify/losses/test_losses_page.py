@@ -34,7 +34,6 @@ def test_the_kernel_is_wrong_as_the_page_says_and_then_repaired(module):
     assert set(shown) <= failures
     # the checks that the author of the page had tried pass
     assert not {("value", "ragged", "float32"), ("gradients", "ragged", "float32")} & failures
-    # all cases and all properties
     rows = list(check(module("repaired_kernels_of_the_page", REPAIRED).clip))
     assert not [row for row in rows if row["status"] in ("fail", "untested")]
     assert ("linear-memory", "pass") in {(row["property"], row["status"]) for row in rows}
