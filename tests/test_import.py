@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "contrastile"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# a layer may import itself and the layers above it in this list
+# a layer may import itself and the layers before it in this list
 LAYERS = [
     {"oracle"},
     {"backends.contract", "backends.pairs"},
@@ -133,7 +133,7 @@ def test_imports_run_one_way_and_optional_packages_stay_where_they_are_needed(pa
 
 @pytest.mark.parametrize("judge", ["verify.truth", "verify.bounds", "verify.losses.arguments", "verify.losses.allowed"])
 def test_truth_and_bounds_import_nothing_that_they_judge(judge: str) -> None:
-    """Of all that they judge they import only the records of a problem and of its placement."""
+    """They import only the records of a problem and of its placement among the modules that they judge."""
     imports_of = {name_of(path): inside(imports(path)) for path in MODULES}
     visited, pending = set[str](), {judge}
     while pending:

@@ -105,10 +105,10 @@ def test_no_probability_exceeds_1_where_the_backward_pass_rounds_logits_differen
     rows, columns = (3e3 * torch.nn.functional.normalize(torch.randn(m, 64, generator=generator)) for _ in range(2))
     block = Block(rows, columns, torch.tensor(100.0), None, pairs)
     statistics = backend.lse(block, True, Options())
-    one, zero = torch.ones(m), torch.zeros(m)
+    ones, zeros = torch.ones(m), torch.zeros(m)
     # 100 is the largest error of a logit by rounding
     assert statistics.columns is not None
-    sides = [SideWeights(n - 100.0, p, one, zero) for n, p, _ in (statistics.rows, statistics.columns)]
+    sides = [SideWeights(n - 100.0, p, ones, zeros) for n, p, _ in (statistics.rows, statistics.columns)]
     gradient = torch.zeros(m, 64)
     backend.gradients(block, Weights(*sides), gradient, None, Options())
     # each of the m pairs has at most the weights of its row and its column

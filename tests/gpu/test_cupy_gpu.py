@@ -292,7 +292,7 @@ FIRST = """
 import torch, contrastile
 memory = torch.empty(2**32, dtype=torch.uint8, device="cuda")
 image, text = (torch.eye(8192, 512, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2))
-# the backward pass finds memory that torch has: it is the first to need a context in its thread
+# the backward pass gets memory from torch's pool: cupy's backend is the first to need a context in that thread
 del memory
 contrastile.clip_loss(image, text, 100.0, backend="cupy").backward()
 print("fine")

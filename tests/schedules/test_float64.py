@@ -1,4 +1,4 @@
-"""Float64 gradients where logits are large: no schedule loses more than a plain computation does.
+"""Float64 gradients where logits are large: no schedule loses more digits than a plain computation does.
 
 A row that is certain of a wrong column has a gradient of nearly its whole weight. The rounding of its logits does not
 move it. The rounding of its log-sum-exp moves it by 2^-53 times the log-sum-exp, which exceeds the bound.
