@@ -1,6 +1,6 @@
-"""The losses: features are used as given, so normalise them first.
+"""The losses. They use the features as given, so normalise the features first.
 
-``scale`` multiplies the dot product: it is exp(logit_scale) of CLIP, and 1 / temperature elsewhere.
+``scale`` multiplies the dot products. It is CLIP's exp(logit_scale), and 1 / temperature of other losses.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from contrastile.problems import BUILDERS
 
 
 class Side(NamedTuple):
-    """Statistics of the rows, or of the columns, in float64, one number for each; x are the logits.
+    """Statistics of the rows or of the columns: float64, one number per row or column. x are the logits.
 
     Attributes:
-        negatives: the log-sum-exp of x over the negatives; -inf where there is none.
-        positives: the log-sum-exp of x over the positives; -inf where there is none.
-        spread: ``positives`` minus the mean of x over the positives; 0 where there are fewer than two.
+        negatives: N, the log-sum-exp of x over the negatives; -inf without negatives.
+        positives: P, the log-sum-exp of x over the positives; -inf without positives.
+        spread: D, which is P minus the mean of x over the positives; 0 with fewer than two positives.
     """
 
     negatives: Array
@@ -30,11 +30,11 @@ class Side(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What ``statistics`` gives.
+    """The result of ``statistics``.
 
     Attributes:
-        rows: of the rows, over all columns.
-        columns: of the columns, over all rows.
+        rows: the statistics of each row over all columns.
+        columns: the statistics of each column over all rows.
     """
 
     rows: Side
@@ -56,44 +56,44 @@ def statistics(
     guide: tuple[Array, Array] | None = None,
     **settings: Unpack[Settings],
 ) -> Statistics:
-    """What losses are made of, without the matrix of logits: N, P and D of every row and of every column.
+    """Statistics N, P and D of every row and column, from which losses are computed, without the matrix of logits.
 
     The loss of one row is softplus(N - P) + D in InfoNCE, CLIP and SupCon, N - P in the decoupled loss, and so on:
     docs/how-to/own-loss.md. Any function of these vectors is differentiable, in the features and the scale.
 
     With a group, each rank gets the statistics of its own rows over the columns of all ranks, and of its own columns
-    over all rows, and computes its loss from them. If the parameters' gradients are averaged over the ranks, as DDP
-    does, they are those of the mean of the ranks' losses; if they are added up, those of the sum.
-    ``parameter_reduction`` changes nothing. Every rank must call ``backward``.
+    over the rows of all ranks, and computes its loss from them. Averaging the parameters' gradients over the ranks, as
+    DDP does, gives the gradient of the mean of the ranks' losses; adding them up gives the gradient of the sum.
+    ``parameter_reduction`` has no effect. Every rank must call ``backward``.
 
     Args:
         rows: (m, d) float16, bfloat16, float32 or float64.
-        columns: (n, d), same dtype and device. None for the rows themselves, each of which leaves itself out; the
+        columns: (n, d), same dtype and device. None compares the rows with each other, each row with all others; the
             statistics of the columns are then those of the rows.
         scale: number or one-element array that multiplies the dot products; differentiable.
-        negatives: further columns, (r, d) or a sequence of such; r may be 0.
-        positives: (m,) integers, the column of each row's positive among [columns, *negatives], -1 for none; None means
-            row i's is i, and of rows against themselves that there are none. Over ranks they count over all columns.
+        negatives: further columns, one (r, d) array or a sequence of them; r may be 0.
+        positives: (m,) integers, the index of each row's positive among [columns, *negatives], -1 for none. None means
+            column i for row i, and no positive if columns is None. With a group the index counts all ranks' columns.
         row_ids: (m,) integers, given together with column_ids, or alone if columns is None.
         column_ids: (n + all negatives,) integers.
-        ids_are: what columns with the row's id are: "false_negatives", which are left out if they are not the positive,
-            or "positives".
-        row_limits: (m,) floating point, without a gradient: the row's negatives with a larger logit do not count.
+        ids_are: the role of columns with the row's id: "false_negatives", which are left out except the positive, or
+            "positives".
+        row_limits: (m,) floating point, without a gradient: leave out a row's negatives whose logit exceeds its limit.
             Not if columns is None.
-        column_limits: (n + all negatives,), likewise of the columns.
-        guide: (m, e) and (n + all negatives, e): limits are then compared with the dot products of these features, not
-            with the logits: see ``clip_loss``.
+        column_limits: (n + all negatives,), the same for the columns.
+        guide: (m, e) and (n + all negatives, e) features. The limits then apply to the dot products of the guide's
+            features, not to the logits: see ``clip_loss``.
         **settings: see ``contrastile.plan.Settings``.
 
     Returns:
         ``.rows`` and ``.columns``, each with ``.negatives`` (N), ``.positives`` (P) and ``.spread`` (D), float64: (m,),
-        and (n + all negatives,). Of NumPy and CuPy arrays they carry no gradient.
+        and (n + all negatives,). Statistics of NumPy and CuPy arrays carry no gradient.
 
     Raises:
         TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
             ``clip_loss``.
     """
-    found = evaluate(
+    stacked = evaluate(
         problems.statistics,
         settings,
         rows,
@@ -109,8 +109,8 @@ def statistics(
         guide=guide,
     )
     m = rows.shape[0]
-    of_rows = Side(*found[:, :m])
-    return Statistics(of_rows, of_rows if columns is None else Side(*found[:, m:]))
+    row_statistics = Side(*stacked[:, :m])
+    return Statistics(row_statistics, row_statistics if columns is None else Side(*stacked[:, m:]))
 
 
 def clip_loss(
@@ -132,28 +132,28 @@ def clip_loss(
     """Symmetric image-text loss: the mean of the two directions' InfoNCE (Inf-CL Eq. 1 both ways; DisCo Eq. 1 halved).
 
     Args:
-        image: (b, d) float16, bfloat16, float32 or float64. Where ``torch.autocast`` is on for its device, features of
-            any loss are first cast to autocast's dtype, float64 excepted.
+        image: (b, d) float16, bfloat16, float32 or float64. Where ``torch.autocast`` is on for their device, every loss
+            first casts its features to autocast's dtype, except float64 features.
         text: (b, d), same dtype and device; row i is the positive of image row i.
         scale: number or one-element array that multiplies the dot products; differentiable; positive with a threshold.
-        ids: (b,) integers or None, of all ranks together.
-        ids_are: what pairs of different rows with equal ids are: "false_negatives", which are left out, or "positives",
-            which share the target with the row's own (UniCL; SupCon's L_out).
-        sum_positives: where the sum over several positives is, "outside" or "inside" of the logarithm: SupCon's L_out
-            or L_in (Eq. 2 and 3). "inside" needs ``ids_are="positives"``.
+        ids: (b,) integers or None. Ids are compared across all ranks.
+        ids_are: the role of pairs of different rows with equal ids: "false_negatives", which are left out, or
+            "positives", which share the target with the row's own positive (UniCL; SupCon's L_out).
+        sum_positives: where several positives are summed, "outside" or "inside" of the logarithm: SupCon's L_out or
+            L_in (Eq. 2 and 3). "inside" needs ``ids_are="positives"``.
         weights: (b,) floating point or None, one for each pair, without a gradient: the mean becomes a weighted mean
-            over all ranks. Where all weights are 0 the loss is 0; else their sum must not be.
+            over all ranks. If all weights are 0, the loss is 0; otherwise their sum must not be 0.
         label_smoothing: 0..1, the share of the target that is spread over all columns, as in
             ``torch.nn.functional.cross_entropy``; not with false negatives, a margin or ``sum_positives="inside"``.
         margin: subtracted from the positives' dot products, before the scale multiplies them (CosFace Eq. 4).
-        threshold: leave out negatives whose dot product exceeds that of their row's positive, or of their column's in
-            the other direction, by more than this: they are likely false ones (Qwen3-Embedding: 0.1). It may be
+        threshold: leave out likely false negatives: those whose dot product exceeds by more than the threshold that of
+            their row's positive, or of their column's in the other direction (Qwen3-Embedding: 0.1). It may be
             negative; no gradient flows through the comparison. Not with label smoothing or ``ids_are="positives"``.
-        threshold_is: "absolute", or "relative": then a share of the positive's dot product (NV-Retriever: -0.05).
-        guide: (b, e) features of the images and (b, e) of the texts that another model gave them, floating point,
-            without a gradient; used as given, in the features' dtype. The threshold is then one of their dot products,
-            and 0 where it is left out (GISTEmbed).
-        **settings: how to compute it, and with whom: see ``contrastile.plan.Settings``.
+        threshold_is: "absolute", or "relative" for a share of the positive's dot product (NV-Retriever: -0.05).
+        guide: (b, e) features of the images and (b, e) features of the texts from another model, floating point,
+            without a gradient; used as given, in the features' dtype. The threshold then applies to the guide's dot
+            products, and defaults to 0 (GISTEmbed).
+        **settings: how to compute the loss, and with which processes: see ``contrastile.plan.Settings``.
 
     Returns:
         0-d loss, float32 (float64 for float64 features); for torch tensors differentiable in image, text and scale
@@ -162,7 +162,7 @@ def clip_loss(
     Raises:
         TypeError: wrong types or dtypes.
         ValueError: wrong shapes, devices or values.
-        BackendUnavailableError: the backend's packages are missing; the message has the command that brings them.
+        BackendUnavailableError: the backend's packages are missing; the message has the command that installs them.
         UnsupportedProblemError: the backend refuses the problem.
         MismatchError: the ranks' parts do not fit together; every rank raises it (a ValueError).
         ExchangeError: a rank died, stalled or left.
@@ -201,26 +201,26 @@ def info_nce(
         query: (m, d) float16, bfloat16, float32 or float64.
         key: (n, d), same dtype and device; n may differ from m when ``positives`` is given.
         scale: number or one-element array that multiplies the dot products; differentiable.
-        negatives: further columns, (r, d) or a sequence of such (hard negatives, a queue); never copied together. r may
-            be 0: a queue that is still empty.
-            With a group every rank passes its own: of a queue that all ranks hold, each passes a share.
-            (m, k, d) are k for each query: all queries share them, as (m k, d), or see ``share_negatives``.
-        negative_counts: (m,) integers: how many of its k negatives, the first ones, a query has. The others may be
-            anything, and their gradient is 0. Not with ``row_ids`` if all queries share the negatives.
+        negatives: further columns, (r, d) or a sequence of arrays (hard negatives, a queue), which are never joined. r
+            may be 0, as of a queue that is still empty.
+            With a group every rank passes its own negatives; of a queue that all ranks hold, each passes a share.
+            (m, k, d) holds k negatives per query: all queries share them, as (m k, d), or see ``share_negatives``.
+        negative_counts: (m,) integers: the number of negatives of each query, the first ones of its k. The others may
+            hold any values, and their gradient is 0. Not with ``row_ids`` if all queries share the negatives.
         share_negatives: False: negatives in (m, k, d), which must be one array, count for their own query alone. They
-            are not sent to other ranks, take O(m k d), and are not numbered in ``positives`` and ``column_ids``.
+            are not sent to other ranks, take O(m k d), and have no index in ``positives`` and ``column_ids``.
         in_batch: False compares a query with its own key and the negatives alone, not with the keys of others. Not with
             ``positives`` or ``ids_are="positives"``.
-        positives: (m,) integers, the column of each query's positive among [key, *negatives]; None means row i's is i.
-            With a group they count over the columns of all ranks, rank by rank.
+        positives: (m,) integers, the index of each query's positive among [key, *negatives]; None means key i for query
+            i. With a group the index counts the columns of all ranks, rank by rank.
         row_ids: (m,) integers, given together with column_ids; columns with the query's id that are not its positive
             are false negatives and are left out.
         column_ids: (n + all negatives,) integers.
-        ids_are: "false_negatives", or "positives": then all columns with the query's id are its positives, n is any
-            number, ``positives`` is None, and the mean is over the queries that have a positive.
+        ids_are: "false_negatives", or "positives": then all columns with the query's id are its positives, n may be any
+            number, ``positives`` must be None, and the mean is over the queries that have a positive.
         sum_positives: see ``clip_loss``.
         weights: (m,), one for each query: see ``clip_loss``.
-        label_smoothing: see ``clip_loss``; not if a column counts for some queries alone.
+        label_smoothing: see ``clip_loss``; not if some columns count only for some queries.
         margin: see ``clip_loss``.
         threshold: see ``clip_loss``.
         threshold_is: see ``clip_loss``.
@@ -268,7 +268,7 @@ def nt_xent(
     margin: float = 0.0,
     **settings: Unpack[Settings],
 ) -> Array:
-    """SimCLR's NT-Xent: each of the 2b views against the 2b - 1 others, its partner being the positive.
+    """SimCLR's NT-Xent: each of the 2b views against the 2b - 1 others; the other view of its sample is the positive.
 
     Args:
         view_a: (b, d) float16, bfloat16, float32 or float64.
@@ -300,14 +300,14 @@ def sup_con(
     margin: float = 0.0,
     **settings: Unpack[Settings],
 ) -> Array:
-    """SupCon's L_out: each sample against all others, every other sample of its label a positive of weight 1/|P(i)|.
+    """SupCon's L_out: each sample against all others; each other sample of its label is a positive of weight 1/|P(i)|.
 
     Args:
         features: (b, d) float16, bfloat16, float32 or float64.
         labels: (b,) integers.
         scale: number or one-element array, 1 / temperature; differentiable.
-        keys: (n, d), same dtype and device, given together with key_labels: samples are compared with these alone, such
-            as other views or a queue; differentiable. None compares them with each other.
+        keys: (n, d), same dtype and device, given together with key_labels: samples are compared with the keys alone,
+            such as other views or a queue; differentiable. None compares the samples with each other.
         key_labels: (n,) integers.
         sum_positives: "outside" of the logarithm, or "inside" for L_in: see ``clip_loss``.
         weights: (b,), one for each sample: see ``clip_loss``.
@@ -345,11 +345,11 @@ def sigmoid_loss(
         text: (b, d), same dtype and device.
         scale: number or one-element array that multiplies the dot products; differentiable.
         bias: number or one-element array added to every logit; differentiable.
-        ids: (b,) integers or None, of all ranks together.
-        ids_are: what pairs of different rows with equal ids are: "false_negatives", which are left out, or "positives",
-            as of an image with several captions.
-        mean_positives: with ``ids_are="positives"``, whether each of a row's k positives, of all ranks, weighs 1 / k,
-            so that no image counts for more because it has more captions. Every pair is then computed twice.
+        ids: (b,) integers or None. Ids are compared across all ranks.
+        ids_are: the role of pairs of different rows with equal ids: "false_negatives", which are left out, or
+            "positives", such as an image with several captions.
+        mean_positives: with ``ids_are="positives"``, whether each of a row's k positives on all ranks weighs 1 / k, so
+            that an image with more captions does not count for more. Every pair is then computed twice.
         weights: (b,), one for each image: see ``clip_loss``.
         **settings: see ``contrastile.plan.Settings``.
 

@@ -27,14 +27,14 @@ except ModuleNotFoundError:
 
 
 _PARAMETERS = signature(clip_loss).parameters | signature(sigmoid_loss).parameters
-_USUAL = {name: each.default for name, each in _PARAMETERS.items()} | DEFAULTS
+_DEFAULT_OPTIONS = {name: parameter.default for name, parameter in _PARAMETERS.items()} | DEFAULTS
 
 
 class _Loss(torch.nn.Module):
-    """What every loss module holds: how to compute its loss, and with which ranks.
+    """The base of the loss modules: how to compute a loss, and with which ranks.
 
     Attributes:
-        name: the loss's.
+        name: the name of the loss.
     """
 
     name: ClassVar[str] = "clip_loss"
@@ -42,10 +42,10 @@ class _Loss(torch.nn.Module):
     def __init__(self, rank: int, world_size: int, options: dict[str, Any], **settings: Unpack[Settings]) -> None:
         super().__init__()
         self.options = options
-        for name, given in (("rank", rank), ("world_size", world_size)):
-            if not isinstance(given, SupportsIndex):
+        for name, value in (("rank", rank), ("world_size", world_size)):
+            if not isinstance(value, SupportsIndex):
                 raise TypeError(
-                    f"{name} must be an integer, got {given!r}; leave rank and world_size out and give group='world'"
+                    f"{name} must be an integer, got {value!r}; leave rank and world_size out and give group='world'"
                 )
         if not 0 <= rank < world_size:
             raise ValueError(
@@ -55,7 +55,7 @@ class _Loss(torch.nn.Module):
         self.settings = complete(settings)
         if self.group is None and world_size > 1:
             self.settings["group"] = "world"
-        # in a group a call checks them, on every rank
+        # with a group each call checks the settings, so that every rank raises
         if self.group is None:
             settings_checked(self.settings)
 
@@ -82,12 +82,12 @@ class _Loss(torch.nn.Module):
             image_features: (b, d), normalised by the caller.
             text_features: (b, d).
             logit_scale: the factor itself, exp of the learned parameter, as open_clip passes it.
-            logit_bias: added to every logit of ``SigLipLoss``, where it starts at -10. It has no effect on a softmax;
-                its gradient is 0 there. None adds nothing.
+            logit_bias: added to every logit of ``SigLipLoss``, where training starts at -10. It has no effect on a
+                softmax, and its gradient is then 0. None adds nothing.
             output_dict: whether to return a dict.
             ids: (b,) integers, or None: see ``contrastile.clip_loss``.
-            weights: (b,) likewise.
-            guide: two matrices, of ``ClipLoss`` alone, likewise.
+            weights: (b,), or None: see ``contrastile.clip_loss``.
+            guide: two matrices, for ``ClipLoss`` alone, or None: see ``contrastile.clip_loss``.
 
         Raises:
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
@@ -95,64 +95,66 @@ class _Loss(torch.nn.Module):
         """
         bias = 0.0 if logit_bias is None else logit_bias
         numbers = (logit_scale, bias) if self.name == "sigmoid_loss" else (logit_scale,)
-        given = {"ids": ids, "weights": weights, **self.options}
+        kwargs = {"ids": ids, "weights": weights, **self.options}
         if guide is not None:
             if self.name != "clip_loss":
                 raise ValueError("guide must be None with SigLipLoss, got one; it is of ClipLoss alone")
-            given["guide"] = guide
-        loss = self._evaluate(BUILDERS[self.name], image_features, text_features, *numbers, **given)
+            kwargs["guide"] = guide
+        loss = self._evaluate(BUILDERS[self.name], image_features, text_features, *numbers, **kwargs)
         if self.name == "clip_loss" and isinstance(logit_bias, Tensor):
-            # zero, but a parameter that took part: DDP would otherwise wait for its gradient
+            # adds 0, so that the bias gets a gradient: DDP would otherwise wait for one
             loss = loss + 0.0 * logit_bias.sum()
         return {"contrastive_loss": loss} if output_dict else loss
 
-    def _evaluate(self, build: Callable[..., LossProblem], *args: Any, **given: Any) -> Any:
+    def _evaluate(self, build: Callable[..., LossProblem], *args: Any, **kwargs: Any) -> Any:
         if self.group is None:
-            return evaluate(build, self.settings, *args, **given)
-        return evaluate(self._confirmed, self.settings, build, *args, **given)
+            return evaluate(build, self.settings, *args, **kwargs)
+        return evaluate(self._build_checked, self.settings, build, *args, **kwargs)
 
-    def _confirmed(self, build: Callable[..., LossProblem], *args: Any, world: Handshake, **given: Any) -> LossProblem:
-        """The problem; raise, on every rank, if the rank and world size that were given are not the group's."""
-        own = world.communicator
-        # a rank of 0 is what open_clip has where none was given
-        if own is None or self.world_size == 1 or (own.size == self.world_size and self.rank in (0, own.rank)):
-            return build(*args, world=world, **given)
+    def _build_checked(
+        self, build: Callable[..., LossProblem], *args: Any, world: Handshake, **kwargs: Any
+    ) -> LossProblem:
+        """Build the problem; raise, on every rank, if the module's rank and world size are not the group's."""
+        comm = world.communicator
+        # open_clip passes rank 0 by default
+        if comm is None or self.world_size == 1 or (comm.size == self.world_size and self.rank in (0, comm.rank)):
+            return build(*args, world=world, **kwargs)
         raise ValueError(
-            f"rank and world_size must be those of the group, where this is rank {own.rank} of {own.size}, got rank "
+            f"rank and world_size must be those of the group, where this is rank {comm.rank} of {comm.size}, got rank "
             f"{self.rank} of {self.world_size}; leave both out and give group='world'"
         )
 
     def extra_repr(self) -> str:
-        """The settings that are not the usual ones, with backend and tile, for print(module)."""
+        """The backend, the tile and all settings that differ from their defaults, for print(module)."""
         shown = {
             name: value
             for name, value in {**self.settings, **self.options}.items()
-            if name in ("backend", "tile") or value != _USUAL.get(name)
+            if name in ("backend", "tile") or value != _DEFAULT_OPTIONS.get(name)
         }
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
 class ClipLoss(_Loss):
-    """Symmetric CLIP loss, made and called as open_clip's ``ClipLoss``: see ``contrastile.clip_loss``.
+    """Symmetric CLIP loss with the constructor and call of open_clip's ``ClipLoss``: see ``contrastile.clip_loss``.
 
-    Every rank gets the loss of the global batch, where open_clip's ``local_loss`` gives the mean over a rank's own
+    Every rank gets the loss of the global batch, whereas open_clip's ``local_loss`` gives the mean over a rank's own
     rows. With ``parameter_reduction="mean"`` the parameters' gradients after DDP's mean are those of the global loss,
-    as open_clip's are with ``gather_with_grad=True``.
+    as in open_clip with ``gather_with_grad=True``.
 
     Args:
-        local_loss: changes nothing here: see above.
-        gather_with_grad: changes nothing here: gradients always reach the features of all ranks.
-        cache_labels: changes nothing here: there are no labels.
+        local_loss: has no effect: every rank gets the global loss.
+        gather_with_grad: has no effect: gradients always reach the features of all ranks.
+        cache_labels: has no effect: there are no labels.
         rank: checked against the group, unless it is 0.
-        world_size: more than 1 means the default group of torch.distributed, where ``group`` is None.
+        world_size: more than 1 selects the default group of torch.distributed if ``group`` is None.
         use_horovod: must be False.
         ids_are, sum_positives, label_smoothing, margin, threshold, threshold_is: see ``contrastile.clip_loss``.
         **settings: see ``contrastile.plan.Settings``; ``parameter_reduction="mean"`` is right under DDP and FSDP.
 
     Raises:
-        ValueError: ``use_horovod``, or a rank outside of the world.
+        ValueError: ``use_horovod`` is True, or the rank is outside of the world.
         TypeError: the rank or the world size is no integer.
-        ValueError, TypeError: a setting or an option is wrong; with a group, the first call raises.
+        ValueError, TypeError: a setting or an option is wrong; with a group the first call raises instead.
     """
 
     def __init__(
@@ -180,9 +182,9 @@ class ClipLoss(_Loss):
         more = {"margin": margin, "threshold": threshold, "threshold_is": threshold_is}
         super().__init__(rank, world_size, {**options, **more}, **settings)
         if self.group is None:
-            # a call brings the ids
-            ids, limit = None if ids_are == "false_negatives" else ids_are, threshold_of(threshold, threshold_is)
-            form_of(ids, ids_are, sum_positives, label_smoothing, margin, limit, name="ids")
+            # a call passes the ids: a placeholder stands for them here
+            ids, rule = None if ids_are == "false_negatives" else ids_are, threshold_of(threshold, threshold_is)
+            form_of(ids, ids_are, sum_positives, label_smoothing, margin, rule, name="ids")
 
     def get_logits(
         self,
@@ -191,22 +193,22 @@ class ClipLoss(_Loss):
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(b, b) logits of images by texts, and of texts by images, of this rank's own pairs: for code that logs them.
+        """(b, b) logits of this rank's pairs, images by texts and texts by images, for code that logs them.
 
-        This is the matrix that the loss itself never stores. open_clip's has the features of all ranks too.
+        The loss itself never stores this matrix. open_clip's logits include the features of all ranks.
         """
-        of_images = logit_scale * image_features @ text_features.T + (0.0 if logit_bias is None else logit_bias)
-        return of_images, of_images.T
+        image_logits = logit_scale * image_features @ text_features.T + (0.0 if logit_bias is None else logit_bias)
+        return image_logits, image_logits.T
 
 
 class CoCaLoss(ClipLoss):
-    """CLIP's loss and that of the captions, made and called as open_clip's ``CoCaLoss``.
+    """CLIP's loss and the caption loss, with the constructor and call of open_clip's ``CoCaLoss``.
 
-    The caption loss is the mean over this rank's own tokens, as open_clip's is; the contrastive one is ``ClipLoss``.
+    The caption loss is the mean over this rank's own tokens, as in open_clip; the contrastive loss is ``ClipLoss``.
 
     Args:
-        caption_loss_weight: what the caption loss is multiplied by.
-        clip_loss_weight: what the contrastive loss is multiplied by; 0 leaves it out.
+        caption_loss_weight: factor of the caption loss.
+        clip_loss_weight: factor of the contrastive loss; 0 leaves it out.
         pad_id: the label of tokens that do not count.
         local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod: see ``ClipLoss``.
         **options: keywords of ``ClipLoss``.
@@ -239,18 +241,18 @@ class CoCaLoss(ClipLoss):
         labels: Tensor,
         logit_scale: Tensor | float,
         output_dict: bool = False,
-        **given: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
         """Both losses, or ``{"contrastive_loss": ..., "caption_loss": ...}`` with ``output_dict``.
 
         Args:
             image_features: see ``ClipLoss``.
             text_features: see ``ClipLoss``.
-            logits: (b, length, vocabulary), of the next token.
+            logits: (b, length, vocabulary) logits of the next token.
             labels: (b, length) integers.
             logit_scale: see ``ClipLoss``.
             output_dict: see ``ClipLoss``.
-            **given: ids, weights and guide, as ``ClipLoss`` takes them.
+            **kwargs: ids, weights and guide: see ``ClipLoss``.
 
         Raises:
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
@@ -258,32 +260,32 @@ class CoCaLoss(ClipLoss):
         """
         contrastive: Any = logits.new_zeros(())
         if self.clip_loss_weight:
-            found: Any = super().forward(image_features, text_features, logit_scale, **given)
-            contrastive = self.clip_loss_weight * found
-        of_tokens = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=self.pad_id)
-        caption = self.caption_loss_weight * of_tokens
+            loss: Any = super().forward(image_features, text_features, logit_scale, **kwargs)
+            contrastive = self.clip_loss_weight * loss
+        token_loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=self.pad_id)
+        caption = self.caption_loss_weight * token_loss
         return {"contrastive_loss": contrastive, "caption_loss": caption} if output_dict else (contrastive, caption)
 
 
 class DistillClipLoss(ClipLoss):
-    """CLIP's loss and the distillation from a teacher's features, made and called as open_clip's ``DistillClipLoss``.
+    """CLIP's loss and the distillation from a teacher's features, called like open_clip's ``DistillClipLoss``.
 
-    The distillation is the mean of both directions' cross-entropies with the teacher's softmax over the pairs of all
-    ranks. Values and gradients are of the global batch, as those of ``ClipLoss``. Let G_t be the gradient of the
-    *teacher's* CLIP loss by its logits. Then the distillation is ``clip - sum_ij G_t,ij x_ij``, x being the student's
-    logits; ``G_t K`` and ``G_t^T Q`` are its gradients. A call takes about twice the time of ``ClipLoss``.
+    The distillation loss is the mean of both directions' cross-entropies with the teacher's softmax over the pairs of
+    all ranks. Values and gradients are those of the global batch, as in ``ClipLoss``. Let G_t be the gradient of the
+    *teacher's* CLIP loss by its logits, and x the student's logits. The distillation loss is ``clip - sum_ij G_t,ij
+    x_ij``; the gradients of its sum are ``G_t K`` and ``G_t^T Q``. A call takes about twice the time of ``ClipLoss``.
 
     The arguments are those of ``ClipLoss`` without options. For 16-bit features ``G_t K`` is rounded as gradients are.
 
     Raises:
-        ValueError, TypeError: see ``ClipLoss``; or there are options.
+        ValueError, TypeError: see ``ClipLoss``, or an option differs from its default.
     """
 
-    def __init__(self, *place: Any, **named: Any) -> None:
-        super().__init__(*place, **named)
-        given = [name for name, x in self.options.items() if x != _USUAL[name]]
-        if given:
-            raise ValueError(f"DistillClipLoss must have no {given[0]}, got one; use a ClipLoss beside it")
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        changed = [name for name, x in self.options.items() if x != _DEFAULT_OPTIONS[name]]
+        if changed:
+            raise ValueError(f"DistillClipLoss must have no {changed[0]}, got one; use a ClipLoss beside it")
 
     def forward(  # type: ignore[override]
         self,
@@ -301,9 +303,9 @@ class DistillClipLoss(ClipLoss):
             image_features: see ``ClipLoss``.
             text_features: see ``ClipLoss``.
             logit_scale: see ``ClipLoss``.
-            dist_image_features: (b, e) of the teacher, normalised by the caller; no gradient reaches them.
-            dist_text_features: (b, e) likewise.
-            dist_logit_scale: the teacher's factor, not 0, likewise.
+            dist_image_features: (b, e) the teacher's features, normalised by the caller; they get no gradient.
+            dist_text_features: (b, e), as ``dist_image_features``.
+            dist_logit_scale: the teacher's factor, not 0; it gets no gradient.
             output_dict: see ``ClipLoss``.
 
         Raises:
@@ -312,73 +314,73 @@ class DistillClipLoss(ClipLoss):
         """
         teacher = map(detached, (dist_image_features, dist_text_features, dist_logit_scale))
         args: Any = (image_features, text_features, logit_scale, *teacher)
-        both = None
+        losses = None
         if self.group is None:
             from contrastile.autograd.prepared import replayed
 
             def make_clip(args: Any, _: Any) -> Any:
                 return make(BUILDERS["clip_loss"], self.settings, args[:3], {})
 
-            both = replayed(
-                "DistillClipLoss", self.settings, args, make_clip, lambda args, _: torch.stack(self._both(*args))
+            losses = replayed(
+                "DistillClipLoss", self.settings, args, make_clip, lambda args, _: torch.stack(self._losses(*args))
             )
-        contrastive, distill = self._both(*args) if both is None else both
+        contrastive, distill = self._losses(*args) if losses is None else losses
         return {"contrastive_loss": contrastive, "distill_loss": distill} if output_dict else (contrastive, distill)
 
-    def _both(self, q: Tensor, k: Tensor, logit_scale: Any, image: Tensor, text: Tensor, dist_logit_scale: Any) -> Any:
-        of_teacher = [x.to(q.dtype) for x in (image, text)]
-        width = of_teacher[0].shape[-1]
-        if [x.shape for x in of_teacher] != [(len(q), width), (len(k), width)]:
+    def _losses(self, q: Tensor, k: Tensor, logit_scale: Any, image: Tensor, text: Tensor, dist_scale: Any) -> Any:
+        teacher = [x.to(q.dtype) for x in (image, text)]
+        width = teacher[0].shape[-1]
+        if [x.shape for x in teacher] != [(len(q), width), (len(k), width)]:
             raise ValueError(
                 f"the teacher's features must be {len(q)} and {len(k)} rows, as the student's, of one width, got "
-                f"shapes {tuple(of_teacher[0].shape)} and {tuple(of_teacher[1].shape)}; give those of the same samples"
+                f"shapes {tuple(teacher[0].shape)} and {tuple(teacher[1].shape)}; give those of the same samples"
             )
-        with torch.autocast(q.device.type, enabled=False):  # which joins no features of another 16-bit dtype
-            both = torch.cat([of_teacher[0], q], 1), torch.cat([of_teacher[1], k], 1)
-        # the gradients of the global loss themselves, whatever a trainer makes of them
+        with torch.autocast(q.device.type, enabled=False):  # autocast refuses to join another 16-bit dtype
+            joined = torch.cat([teacher[0], q], 1), torch.cat([teacher[1], k], 1)
+        # "sum" gives the gradients of the global loss, without the factor for a trainer's mean
         settings: Any = {**self.settings, "parameter_reduction": "sum"}
-        depth, state = of_teacher[0].shape[1], torch.promote_types(q.dtype, torch.float32)
-        _, found = outside_of_graphs(computed)(_of_values, settings, (*both, dist_logit_scale), {"depth": depth})
-        by_q, by_k = (x[:, depth:].to(state) / dist_logit_scale for x in found[:2])
-        total, ranks = (q.detach() * by_q).sum(dtype=torch.float64), 1
+        depth, state = teacher[0].shape[1], torch.promote_types(q.dtype, torch.float32)
+        _, gradients = outside_of_graphs(computed)(_build_values, settings, (*joined, dist_scale), {"depth": depth})
+        d_q, d_k = (x[:, depth:].to(state) / dist_scale for x in gradients[:2])
+        total, ranks = (q.detach() * d_q).sum(dtype=torch.float64), 1
 
-        def with_total(*args: Any, world: Handshake, **given: Any) -> LossProblem:
+        def build_total(*args: Any, world: Handshake, **kwargs: Any) -> LossProblem:
             nonlocal total, ranks
-            found = BUILDERS["clip_loss"](*args, world=world, **given)
-            total = world.total(found.library, total)
+            loss = BUILDERS["clip_loss"](*args, world=world, **kwargs)
+            total = world.total(loss.library, total)
             ranks = 1 if world.placement is None else world.placement.size
-            return found
+            return loss
 
-        contrastive = self._evaluate(BUILDERS["clip_loss"] if self.group is None else with_total, q, k, logit_scale)
+        contrastive = self._evaluate(BUILDERS["clip_loss"] if self.group is None else build_total, q, k, logit_scale)
         s = torch.as_tensor(logit_scale, dtype=contrastive.dtype, device=q.device).reshape(())
         factor = ranks if self.settings["parameter_reduction"] == "mean" else 1  # see Placement.factor
-        learns = factor * (s.detach() * ((q * by_q).sum() + (k * by_k).sum()) + s * total / ranks)
-        return contrastive, contrastive - (s.detach() * total + (learns - learns.detach())).to(contrastive.dtype)
+        linear = factor * (s.detach() * ((q * d_q).sum() + (k * d_k).sum()) + s * total / ranks)
+        return contrastive, contrastive - (s.detach() * total + (linear - linear.detach())).to(contrastive.dtype)
 
 
-def _of_values(*args: Any, depth: int, **given: Any) -> LossProblem:
-    """CLIP's loss of features whose first ``depth`` columns form the logits: see ``schedules.values``."""
-    found = BUILDERS["clip_loss"](*args, **given)
-    return replace(found, problem=replace(found.problem, depth=depth, whole=None))
+def _build_values(*args: Any, depth: int, **kwargs: Any) -> LossProblem:
+    """Build CLIP's loss of features whose first ``depth`` columns form the logits: see ``schedules.values``."""
+    loss = BUILDERS["clip_loss"](*args, **kwargs)
+    return replace(loss, problem=replace(loss.problem, depth=depth, whole=None))
 
 
 class SigLipLoss(_Loss):
-    """Sigmoid loss, made and called as open_clip's ``SigLipLoss``: see ``contrastile.sigmoid_loss``.
+    """Sigmoid loss with the constructor and call of open_clip's ``SigLipLoss``: see ``contrastile.sigmoid_loss``.
 
-    The value is the loss of the one global batch on every rank, where open_clip's is the mean over a rank's own images;
-    with ``parameter_reduction="mean"`` the parameters' gradients after DDP's mean are the same.
+    Every rank gets the loss of the global batch, whereas open_clip gives the mean over a rank's own images. With
+    ``parameter_reduction="mean"`` the parameters' gradients after DDP's mean equal open_clip's.
 
     Args:
-        cache_labels: changes nothing here, where there are none.
+        cache_labels: has no effect: there are no labels.
         rank: see ``ClipLoss``.
         world_size: see ``ClipLoss``.
-        dist_impl: "bidir", "shift", "reduce", "gather" or None; changes nothing here: see ``exchange``.
-        chunk_size: of open_clip 4; changes nothing here, where the matrix is never whole.
+        dist_impl: "bidir", "shift", "reduce", "gather" or None; has no effect: see ``exchange`` in ``Settings``.
+        chunk_size: an option of open_clip 4; has no effect: the loss never stores the whole matrix.
         ids_are, mean_positives: see ``contrastile.sigmoid_loss``.
         **settings: see ``contrastile.plan.Settings``; ``parameter_reduction="mean"`` is right under DDP and FSDP.
 
     Raises:
-        ValueError: ``dist_impl`` is none of these, or a rank outside of the world.
+        ValueError: ``dist_impl`` has another value, or the rank is outside of the world.
         TypeError: the rank or the world size is no integer.
     """
 
@@ -408,7 +410,7 @@ class NTXentLoss(_Loss):
     """SimCLR's loss of two views, called as lightly's ``NTXentLoss`` without a memory bank.
 
     Args:
-        temperature: what the cosines are divided by, positive.
+        temperature: the divisor of the cosines, positive.
         **settings: see ``ClipLoss``; lightly's ``gather_distributed`` is ``group="world"``.
 
     Raises:
@@ -418,20 +420,22 @@ class NTXentLoss(_Loss):
     name = "nt_xent"
 
     def __init__(self, temperature: float = 0.5, **settings: Unpack[Settings]) -> None:
-        option = validation.option("temperature", temperature, sys.float_info.min, sys.float_info.max, "the default")
-        super().__init__(0, 1, {"temperature": option}, **settings)
+        checked_temperature = validation.option(
+            "temperature", temperature, sys.float_info.min, sys.float_info.max, "the default"
+        )
+        super().__init__(0, 1, {"temperature": checked_temperature}, **settings)
 
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:  # type: ignore[override]
-        """The loss of both views' features, (b, d) each, which are normalised here.
+        """The loss of both views' features, (b, d) each, which this module normalises.
 
         Raises:
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
                 ``contrastile.clip_loss``.
         """
-        return self._of(_normalised("out0", out0), _normalised("out1", out1))
+        return self._loss_of(_normalised("out0", out0), _normalised("out1", out1))
 
-    def _of(self, *given: Tensor) -> Tensor:
-        loss: Tensor = self._evaluate(BUILDERS[self.name], *given, 1 / self.options["temperature"])
+    def _loss_of(self, *args: Tensor) -> Tensor:
+        loss: Tensor = self._evaluate(BUILDERS[self.name], *args, 1 / self.options["temperature"])
         return loss
 
 
@@ -444,7 +448,7 @@ def _normalised(name: str, x: Any) -> Tensor:
 class SupConLoss(NTXentLoss):
     """SupCon's L_out of features and labels, called as pytorch-metric-learning's ``SupConLoss``.
 
-    The mean is over all samples that have a positive, also those whose loss is 0.
+    The mean is over all samples that have a positive, including samples whose loss is 0.
 
     Args:
         temperature: see ``NTXentLoss``; the loss is not multiplied by it.
@@ -457,10 +461,10 @@ class SupConLoss(NTXentLoss):
         super().__init__(temperature, **settings)
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
-        """The loss of embeddings, (b, d), which are normalised here, and their labels, (b,) integers.
+        """The loss of embeddings, (b, d), which this module normalises, and their labels, (b,) integers.
 
         Raises:
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
                 ``contrastile.clip_loss``.
         """
-        return self._of(_normalised("embeddings", embeddings), labels)
+        return self._loss_of(_normalised("embeddings", embeddings), labels)

@@ -1,7 +1,7 @@
-"""Each loss as a problem: its weights, targets and pairs over the general form. No loss has code of its own below.
+"""Each loss as a problem: weights, targets and pairs of the general form. Lower layers have no code for one loss.
 
-With a group, rows and columns are this rank's part of the global batch, ``Handshake.meet`` says where it lies, and
-weights are those of the global loss.
+With a group, rows and columns are this rank's part of the global batch, whose position ``Handshake.meet`` returns.
+Weights are those of the global loss.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from contrastile.schedules.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class LossProblem:
-    """A problem in the caller's library, and how its gradients become those of the loss's positional arguments."""
+    """A problem in the caller's library, and the map from its gradients to those of the loss's positional arguments."""
 
     library: ArrayLibrary
     problem: Problem
@@ -49,48 +49,48 @@ def clip(
 ) -> LossProblem:
     """Both directions, halved: u = v = 1 / (2b); the positive of row i is column i."""
     check = world.known or validation
-    limit = threshold_of(threshold, threshold_is, guide)
-    form, agreed = form_of(ids, ids_are, sum_positives, label_smoothing, margin, limit, weights=weights, name="ids")
+    rule = threshold_of(threshold, threshold_is, guide)
+    form, options = form_of(ids, ids_are, sum_positives, label_smoothing, margin, rule, weights=weights, name="ids")
     arrays, (rows, columns) = check.features(world.alone, image=image, text=text)
     check.paired("image", image, "text", text, "use info_nce for keys without a query")
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
-    same = None if ids is None else check.integers("ids", ids, m, "pair", arrays, rows)
-    factor = check.scalar("scale", scale, arrays, state, rows)
-    of_guide = check.guide(guide, (m, m), arrays, rows)
-    each = None if weights is None else check.floats("weights", weights, m, "pair", arrays, rows)
-    order = Order.of(arrays, same, ids_are, world.alone)
-    same, rows, columns, each = order.take(same, rows, columns, each)
-    of_guide = order.take(*of_guide)
-    has = {"ids": ids is not None, "guide": _width(of_guide), **agreed}
-    met = world.meet(arrays, rows, (columns,), (scale, factor), loss="clip_loss", **has)
-    u, weight, target, positives = _equal(check, arrays, 0.5 / met.rows, met.start, met.start + m, state, rows)
-    if each is not None:
-        weight = _shares(world, arrays, each, state, 0.5)
+    ids = None if ids is None else check.integers("ids", ids, m, "pair", arrays, rows)
+    scale_array = check.scalar("scale", scale, arrays, state, rows)
+    guide_features = check.guide(guide, (m, m), arrays, rows)
+    weights = None if weights is None else check.floats("weights", weights, m, "pair", arrays, rows)
+    order = Order.of(arrays, ids, ids_are, world.alone)
+    ids, rows, columns, weights = order.take(ids, rows, columns, weights)
+    guide_features = order.take(*guide_features)
+    arguments = {"ids": ids is not None, "guide": _width(guide_features), **options}
+    batch = world.meet(arrays, rows, (columns,), (scale, scale_array), loss="clip_loss", **arguments)
+    u, weight, target, positives = _diagonal(check, arrays, 0.5 / batch.rows, batch.start, batch.start + m, state, rows)
+    if weights is not None:
+        weight = _normalized_weights(world, arrays, weights, state, 0.5)
     if ids_are == "positives":
-        target, positives = _reciprocal(arrays, world.count_in(arrays, same, order.rising(same)), state), None
-    limits = limits_of(world, arrays, limit, (rows, (columns,)), of_guide, factor)
+        target, positives = _reciprocal(arrays, world.count_in(arrays, ids, order.rising(ids)), state), None
+    limits = limits_of(world, arrays, rule, (rows, (columns,)), guide_features, scale_array)
     problem = Problem(
         rows=rows,
         columns=(columns,),
-        scale=factor,
+        scale=scale_array,
         row_weight=weight,
         row_target=target,
         column_weight=weight,
         column_target=target,
         positives=positives,
-        row_ids=same,
-        column_ids=same,
-        placement=met.placement,
-        whole=u if same is None and not agreed else None,
+        row_ids=ids,
+        column_ids=ids,
+        placement=batch.placement,
+        whole=u if ids is None and not options else None,
         row_limits=limits,
         column_limits=limits,
-        row_guide=of_guide[0],
-        column_guide=of_guide[1],
+        row_guide=guide_features[0],
+        column_guide=guide_features[1],
         **form,
     )
-    both = order, order
+    orders = order, order
     return LossProblem(
-        arrays, problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0]), both), g.scale)
+        arrays, problem, lambda g: (*_restored(arrays, (image, text), (g.rows, g.columns[0]), orders), g.scale)
     )
 
 
@@ -119,84 +119,90 @@ def info_nce(
 ) -> LossProblem:
     """One direction: u = 1 / m, no column weights; the key and each block of negatives share one log-sum-exp.
 
-    Where ids give the positives, u = 1 / (queries that have one). Negatives, or keys, that count for one query alone
-    are beside the blocks: see ``Problem.own_counts``.
+    If ids define the positives, u = 1 / (queries that have a positive). Negatives or keys that count for one query
+    alone are not among the shared blocks: see ``Problem.own_counts``.
     """
     check = world.known or validation
-    limit = threshold_of(threshold, threshold_is, guide)
-    form, agreed = form_of(row_ids, ids_are, sum_positives, label_smoothing, margin, limit, positives, weights, args[2])
-    of_ids = ids_are == "positives"
-    has: dict[str, Any] = {"ids": row_ids is not None, "positives": of_ids or positives is not None}
-    has.update(smoothing=label_smoothing, guide=guide is not None)
-    named, deep = negatives_of(negatives, negative_counts, share_negatives, in_batch, **has)
-    arrays, (rows, *others) = check.features(world.alone, may_be_empty=named, **{args[0]: query, args[1]: key}, **named)
-    columns, m = list(others), rows.shape[0]  # torch 2.6 traces the others as a tuple
-    counts: Any = None if deep is None and in_batch else counts_of(check, arrays, rows, deep, negative_counts)
-    own = columns.pop() if not share_negatives else None if in_batch else arrays.detached(rows[:0])
+    rule = threshold_of(threshold, threshold_is, guide)
+    form, options = form_of(row_ids, ids_are, sum_positives, label_smoothing, margin, rule, positives, weights, args[2])
+    are_positives = ids_are == "positives"
+    arguments: dict[str, Any] = {"ids": row_ids is not None, "positives": are_positives or positives is not None}
+    arguments.update(smoothing=label_smoothing, guide=guide is not None)
+    negatives, per_query = negatives_of(negatives, negative_counts, share_negatives, in_batch, **arguments)
+    arrays, (rows, *column_blocks) = check.features(
+        world.alone, may_be_empty=negatives, **{args[0]: query, args[1]: key}, **negatives
+    )
+    columns, m = list(column_blocks), rows.shape[0]  # torch 2.6 traces the blocks as a tuple
+    counts: Any = None if per_query is None and in_batch else counts_of(check, arrays, rows, per_query, negative_counts)
+    own_block = columns.pop() if not share_negatives else None if in_batch else arrays.detached(rows[:0])
     n = sum(x.shape[0] for x in columns)
     state = state_dtype(arrays.dtype(rows))
-    factor = check.scalar("scale", scale, arrays, state, rows)
+    scale_array = check.scalar("scale", scale, arrays, state, rows)
     if negative_counts is not None and not validation.values_are_readable(arrays, counts):
-        factor = _nan_if(arrays, ((counts < 0) | (counts > (deep[1][1] if deep else 0))).any(), factor)
-    rows_of, of_columns = ids_of_both(check, arrays, rows, "query", (args[2], row_ids, m), (args[3], column_ids, n))
-    if share_negatives and deep is not None:
-        rows_of, of_columns = without_padding(arrays, columns, 1 + [*named].index(deep[0]), counts)
-    if positives is None and not of_ids:
+        scale_array = _nan_if(
+            arrays, ((counts < 0) | (counts > (per_query[1][1] if per_query else 0))).any(), scale_array
+        )
+    row_ids, column_ids = ids_of_both(check, arrays, rows, "query", (args[2], row_ids, m), (args[3], column_ids, n))
+    if share_negatives and per_query is not None:
+        row_ids, column_ids = without_padding(arrays, columns, 1 + [*negatives].index(per_query[0]), counts)
+    if positives is None and not are_positives:
         check.paired("query", query, "key", key, "give positives= to say which key is whose")
-    where = None if positives is None else check.integers("positives", positives, m, "query", arrays, rows)
-    of_guide = check.guide(guide, (m, n), arrays, rows)
-    each = None if weights is None else check.floats("weights", weights, m, "query", arrays, rows)
+    positives = None if positives is None else check.integers("positives", positives, m, "query", arrays, rows)
+    guide_features = check.guide(guide, (m, n), arrays, rows)
+    weights = None if weights is None else check.floats("weights", weights, m, "query", arrays, rows)
     orders = [Order(arrays)] * 2
-    if of_ids and own is guide is None and len(columns) == 1:
-        orders = [Order.of(arrays, ids, ids_are, world.alone) for ids in (rows_of, of_columns)]
-        rows_of, rows, each = orders[0].take(rows_of, rows, each)
-        of_columns, *columns = orders[1].take(of_columns, *columns)
+    if are_positives and own_block is guide is None and len(columns) == 1:
+        orders = [Order.of(arrays, ids, ids_are, world.alone) for ids in (row_ids, column_ids)]
+        row_ids, rows, weights = orders[0].take(row_ids, rows, weights)
+        column_ids, *columns = orders[1].take(column_ids, *columns)
     if world.alone:
-        # a queue that nothing has entered yet; one that wants a gradient has one, of no rows
+        # drop an empty queue, unless it requires a gradient: its gradient has no rows
         columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0] or getattr(x, "requires_grad", False)]
-    has = {"positives": where is not None, "row_ids": rows_of is not None, "guide": _width(of_guide)}
-    if own is not None:
-        has.update(share_negatives=bool(share_negatives), in_batch=bool(in_batch))
-        wants = [bool(getattr(x, "requires_grad", False)) for x in (*columns[: not in_batch], own)]
-        has["gradients of own columns"] = tuple(wants)
-    met = world.meet(arrays, rows, columns[not in_batch :], (scale, factor), loss="info_nce", **has, **agreed)
-    u, weight, target, same = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
-    plain = own is where is rows_of is None and not agreed and len(columns) == 1
-    if each is not None or of_ids:
-        if of_ids:
-            count = world.count_in(arrays, rows_of, orders[1].rising(of_columns), of_rows=False)
+    arguments = {"positives": positives is not None, "row_ids": row_ids is not None, "guide": _width(guide_features)}
+    if own_block is not None:
+        arguments.update(share_negatives=bool(share_negatives), in_batch=bool(in_batch))
+        needs_gradient = [bool(getattr(x, "requires_grad", False)) for x in (*columns[: not in_batch], own_block)]
+        arguments["gradients of own columns"] = tuple(needs_gradient)
+    batch = world.meet(
+        arrays, rows, columns[not in_batch :], (scale, scale_array), loss="info_nce", **arguments, **options
+    )
+    u, weight, target, diagonal = _diagonal(check, arrays, 1.0 / batch.rows, batch.start, batch.start + m, state, rows)
+    is_plain = own_block is positives is row_ids is None and not options and len(columns) == 1
+    if weights is not None or are_positives:
+        if are_positives:
+            count = world.count_in(arrays, row_ids, orders[1].rising(column_ids), of_rows=False)
             target = _reciprocal(arrays, count, state)
-            counted = arrays.cast(count > 0, "float64")
-            each = counted if each is None else counted * each
-        weight = _shares(world, arrays, each, state)
-    if where is not None:
-        factor = _of_known(world, arrays, where, met.columns, factor)
-    limits = limits_of(world, arrays, limit, (rows, columns), of_guide, factor, where)
-    if where is None and not of_ids and in_batch:
-        where = same
-    placement = met.placement
-    if own is not None and placement is not None and placement.exchange == "replicate":
-        # to each rank every other rank's own negatives would have to travel
+            has_positive = arrays.cast(count > 0, "float64")
+            weights = has_positive if weights is None else has_positive * weights
+        weight = _normalized_weights(world, arrays, weights, state)
+    if positives is not None:
+        scale_array = _scale_or_nan(world, arrays, positives, batch.columns, scale_array)
+    limits = limits_of(world, arrays, rule, (rows, columns), guide_features, scale_array, positives)
+    if positives is None and not are_positives and in_batch:
+        positives = diagonal
+    placement = batch.placement
+    if own_block is not None and placement is not None and placement.exchange == "replicate":
+        # "replicate" would send every rank's own negatives to all ranks
         placement = replace(placement, exchange="gather")
     problem = Problem(
         rows=rows,
-        columns=tuple(columns) if own is None else (*columns, own),
-        scale=factor,
+        columns=tuple(columns) if own_block is None else (*columns, own_block),
+        scale=scale_array,
         row_weight=weight,
         row_target=target,
-        positives=where,
-        row_ids=rows_of,
-        column_ids=of_columns if in_batch or of_columns is None else of_columns[key.shape[0] :],
+        positives=positives,
+        row_ids=row_ids,
+        column_ids=column_ids if in_batch or column_ids is None else column_ids[key.shape[0] :],
         placement=placement,
-        whole=u if plain else None,
+        whole=u if is_plain else None,
         row_limits=limits,
-        row_guide=of_guide[0],
-        column_guide=of_guide[1],
-        own_counts=None if own is None else 0 * counts if share_negatives else counts,
+        row_guide=guide_features[0],
+        column_guide=guide_features[1],
+        own_counts=None if own_block is None else 0 * counts if share_negatives else counts,
         **form,
     )
     return LossProblem(
-        arrays, problem, lambda g: (*_like(arrays, (query, key), (g.rows, g.columns[0]), orders), g.scale)
+        arrays, problem, lambda g: (*_restored(arrays, (query, key), (g.rows, g.columns[0]), orders), g.scale)
     )
 
 
@@ -211,30 +217,34 @@ def nt_xent(
 ) -> LossProblem:
     """The 2b views against themselves, each excluded from its own columns: u = 1 / (2b)."""
     check = world.known or validation
-    form, agreed = form_of(None, margin=margin, weights=weights)
-    arrays, both = check.features(world.alone, view_a=view_a, view_b=view_b)
+    form, options = form_of(None, margin=margin, weights=weights)
+    arrays, features = check.features(world.alone, view_a=view_a, view_b=view_b)
     check.paired("view_a", view_a, "view_b", view_b, "give two views of every sample")
-    views = arrays.concat(list(both))
+    views = arrays.concat(list(features))
     m, state = view_a.shape[0], state_dtype(arrays.dtype(views))
-    factor = check.scalar("scale", scale, arrays, state, views)
-    each = None if weights is None else check.floats("weights", weights, m, "sample", arrays, views)
-    met = world.meet(arrays, views, (views,), (scale, factor), loss="nt_xent", **agreed)
-    u, weight, target, itself = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + 2 * m, state, views)
-    if each is not None:
-        weight = _shares(world, arrays, arrays.concat([each] * 2), state)
+    scale_array = check.scalar("scale", scale, arrays, state, views)
+    weights = None if weights is None else check.floats("weights", weights, m, "sample", arrays, views)
+    batch = world.meet(arrays, views, (views,), (scale, scale_array), loss="nt_xent", **options)
+    u, weight, target, diagonal = _diagonal(
+        check, arrays, 1.0 / batch.rows, batch.start, batch.start + 2 * m, state, views
+    )
+    if weights is not None:
+        weight = _normalized_weights(world, arrays, arrays.concat([weights] * 2), state)
     problem = Problem(
         rows=views,
         columns=(),
-        scale=factor,
+        scale=scale_array,
         row_weight=weight,
         row_target=target,
-        positives=check.once("partners", lambda: arrays.concat([itself[m:], itself[:m]])),
-        excluded=itself,
-        placement=met.placement,
-        whole=None if agreed else u,
+        positives=check.once("partners", lambda: arrays.concat([diagonal[m:], diagonal[:m]])),
+        excluded=diagonal,
+        placement=batch.placement,
+        whole=None if options else u,
         **form,
     )
-    return LossProblem(arrays, problem, lambda g: (*_like(arrays, (view_a, view_b), split(g.rows, (m, m))), g.scale))
+    return LossProblem(
+        arrays, problem, lambda g: (*_restored(arrays, (view_a, view_b), split(g.rows, (m, m))), g.scale)
+    )
 
 
 def sup_con(
@@ -253,39 +263,39 @@ def sup_con(
     if keys is not None or key_labels is not None:
         if keys is None or key_labels is None:
             raise ValueError("keys and key_labels must be given together, got only one; give both, or neither")
-        more: Any = {"row_ids": labels, "column_ids": key_labels, "ids_are": "positives", "weights": weights}
-        named: Any = {"sum_positives": sum_positives, "args": ("features", "keys", "labels", "key_labels")}
-        found = info_nce(features, keys, scale, **more, **named, margin=margin, world=world)
-        return LossProblem(found.library, found.problem, lambda g: (found.pull_back(g)[0], g.scale))
+        arguments: Any = {"row_ids": labels, "column_ids": key_labels, "ids_are": "positives", "weights": weights}
+        more: Any = {"sum_positives": sum_positives, "args": ("features", "keys", "labels", "key_labels")}
+        loss = info_nce(features, keys, scale, **arguments, **more, margin=margin, world=world)
+        return LossProblem(loss.library, loss.problem, lambda g: (loss.pull_back(g)[0], g.scale))
     check = world.known or validation
-    form, agreed = form_of(labels, "positives", sum_positives, margin=margin, weights=weights)
+    form, options = form_of(labels, "positives", sum_positives, margin=margin, weights=weights)
     arrays, (rows,) = check.features(world.alone, features=features)
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
     labels = check.integers("labels", labels, m, "sample", arrays, rows)
-    factor = check.scalar("scale", scale, arrays, state, rows)
-    each = None if weights is None else check.floats("weights", weights, m, "sample", arrays, rows)
+    scale_array = check.scalar("scale", scale, arrays, state, rows)
+    weights = None if weights is None else check.floats("weights", weights, m, "sample", arrays, rows)
     order = Order.of(arrays, labels, "positives", world.alone)
-    labels, rows, each = order.take(labels, rows, each)
-    met = world.meet(arrays, rows, (rows,), (scale, factor), loss="sup_con", **agreed)
+    labels, rows, weights = order.take(labels, rows, weights)
+    batch = world.meet(arrays, rows, (rows,), (scale, scale_array), loss="sup_con", **options)
     count = world.count_in(arrays, labels, order.rising(labels))
     partners = arrays.cast(count - 1, state)
-    counted = arrays.cast(partners > 0, "float64")
-    if each is not None:
-        counted = counted * each
+    weight = arrays.cast(partners > 0, "float64")
+    if weights is not None:
+        weight = weight * weights
     problem = Problem(
         rows=rows,
         columns=(),
-        scale=factor,
-        row_weight=_shares(world, arrays, counted, state),
+        scale=scale_array,
+        row_weight=_normalized_weights(world, arrays, weight, state),
         row_target=arrays.where(partners > 0, 1.0 / arrays.maximum(partners, 1.0), 0.0),
-        excluded=arrays.arange(met.start, met.start + m, rows),
+        excluded=arrays.arange(batch.start, batch.start + m, rows),
         row_ids=labels,
         column_ids=labels,
-        placement=met.placement,
+        placement=batch.placement,
         whole=1.0 if weights is None and form["kind"] == "softmax" and form["margin"] is None else None,
         **form,
     )
-    return LossProblem(arrays, problem, lambda g: (*_like(arrays, (features,), (g.rows,), (order,)), g.scale))
+    return LossProblem(arrays, problem, lambda g: (*_restored(arrays, (features,), (g.rows,), (order,)), g.scale))
 
 
 def sigmoid(
@@ -304,44 +314,44 @@ def sigmoid(
     check = world.known or validation
     if validation.flag("mean_positives", mean_positives) and ids_are != "positives":
         raise ValueError("mean_positives must be False for one positive each, got True; give ids_are='positives'")
-    form, agreed = form_of(ids, ids_are, weights=weights, name="ids")
+    form, options = form_of(ids, ids_are, weights=weights, name="ids")
     arrays, (rows, columns) = check.features(world.alone, image=image, text=text)
     check.paired("image", image, "text", text, "every image needs its text")
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
-    same = None if ids is None else check.integers("ids", ids, m, "pair", arrays, rows)
-    factor = check.scalar("scale", scale, arrays, state, rows)
-    added = check.scalar("bias", bias, arrays, state, rows)
-    each = None if weights is None else check.floats("weights", weights, m, "image", arrays, rows)
-    order = Order.of(arrays, same, ids_are, world.alone)
-    same, rows, columns, each = order.take(same, rows, columns, each)
-    numbers = (scale, factor), (bias, added)
-    has = {"ids": ids is not None, "mean_positives": bool(mean_positives)}
-    met = world.meet(arrays, rows, (columns,), *numbers, loss="sigmoid_loss", **has, **agreed)
-    u, weight, target, own = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
+    ids = None if ids is None else check.integers("ids", ids, m, "pair", arrays, rows)
+    scale_array = check.scalar("scale", scale, arrays, state, rows)
+    bias_array = check.scalar("bias", bias, arrays, state, rows)
+    weights = None if weights is None else check.floats("weights", weights, m, "image", arrays, rows)
+    order = Order.of(arrays, ids, ids_are, world.alone)
+    ids, rows, columns, weights = order.take(ids, rows, columns, weights)
+    numbers = (scale, scale_array), (bias, bias_array)
+    arguments = {"ids": ids is not None, "mean_positives": bool(mean_positives)}
+    batch = world.meet(arrays, rows, (columns,), *numbers, loss="sigmoid_loss", **arguments, **options)
+    u, weight, target, diagonal = _diagonal(check, arrays, 1.0 / batch.rows, batch.start, batch.start + m, state, rows)
     if mean_positives:
-        each = arrays.full((m,), 1.0, "float64", rows) if each is None else each
-        share = _reciprocal(arrays, world.count_in(arrays, same, order.rising(same)), "float64")
-        parts = [_shares(world, arrays, each, state, part) for part in (share, 1.0 - share)]
-        weight = arrays.module.stack(parts, -1)
-    elif each is not None:
-        weight = _shares(world, arrays, each, state)
+        weights = arrays.full((m,), 1.0, "float64", rows) if weights is None else weights
+        share = _reciprocal(arrays, world.count_in(arrays, ids, order.rising(ids)), "float64")
+        weight_pairs = [_normalized_weights(world, arrays, weights, state, factor) for factor in (share, 1.0 - share)]
+        weight = arrays.module.stack(weight_pairs, -1)
+    elif weights is not None:
+        weight = _normalized_weights(world, arrays, weights, state)
     problem = Problem(
         rows=rows,
         columns=(columns,),
-        scale=factor,
-        bias=added,
+        scale=scale_array,
+        bias=bias_array,
         row_weight=weight,
         row_target=target,
-        positives=None if ids_are == "positives" else own,
-        row_ids=same,
-        column_ids=same,
-        placement=met.placement,
-        whole=u if same is None and not agreed else None,
+        positives=None if ids_are == "positives" else diagonal,
+        row_ids=ids,
+        column_ids=ids,
+        placement=batch.placement,
+        whole=u if ids is None and not options else None,
         **{**form, "kind": "sigmoid"},
     )
-    both = order, order
+    orders = order, order
     return LossProblem(
-        arrays, problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0]), both), g.scale, g.bias)
+        arrays, problem, lambda g: (*_restored(arrays, (image, text), (g.rows, g.columns[0]), orders), g.scale, g.bias)
     )
 
 
@@ -361,63 +371,69 @@ def statistics(
     world: Handshake = ALONE,
 ) -> LossProblem:
     """N, P and D of the rows and of the columns: t = 1 / the number of positives."""
-    check, itself = world.known or validation, columns is None
-    form, agreed = form_of(row_ids, ids_are, positives=positives)
+    check, is_symmetric = world.known or validation, columns is None
+    form, options = form_of(row_ids, ids_are, positives=positives)
     match = "target" if ids_are == "positives" else "drop"
-    of_others = {"negatives": negatives, "column_ids": column_ids, "positives": positives}
-    of_others.update(row_limits=row_limits, column_limits=column_limits, guide=guide)
-    for name, given in of_others.items():
-        if itself and given is not None:
+    column_arguments = {"negatives": negatives, "column_ids": column_ids, "positives": positives}
+    column_arguments.update(row_limits=row_limits, column_limits=column_limits, guide=guide)
+    for name, argument in column_arguments.items():
+        if is_symmetric and argument is not None:
             raise ValueError(f"{name} must be None with columns=None, got one; give row_ids, or columns")
     if guide is not None and row_limits is column_limits is None:
         raise ValueError("guide must be None without limits, got one; give row_limits or column_limits, or both")
-    named = {} if itself else {"columns": columns, **negatives_of(negatives)[0]}
-    arrays, (rows, *blocks) = check.features(world.alone, may_be_empty=set(named) - {"columns"}, rows=rows, **named)
+    inputs = {} if is_symmetric else {"columns": columns, **negatives_of(negatives)[0]}
+    arrays, (rows, *blocks) = check.features(world.alone, may_be_empty=set(inputs) - {"columns"}, rows=rows, **inputs)
     m, n, state = rows.shape[0], sum(x.shape[0] for x in blocks), state_dtype(arrays.dtype(rows))
-    factor = check.scalar("scale", scale, arrays, state, rows)
-    of_columns = ("row_ids", row_ids, m) if itself else ("column_ids", column_ids, n)
-    ids = ids_of_both(check, arrays, rows, "row", ("row_ids", row_ids, m), of_columns)
+    scale_array = check.scalar("scale", scale, arrays, state, rows)
+    column_argument = ("row_ids", row_ids, m) if is_symmetric else ("column_ids", column_ids, n)
+    ids = ids_of_both(check, arrays, rows, "row", ("row_ids", row_ids, m), column_argument)
     limits = [
-        None if x is None else arrays.cast(check.floats(name, x, size, of, arrays, rows), state)
-        for name, x, size, of in (("row_limits", row_limits, m, "row"), ("column_limits", column_limits, n, "column"))
+        None if x is None else arrays.cast(check.floats(name, x, size, noun, arrays, rows), state)
+        for name, x, size, noun in (("row_limits", row_limits, m, "row"), ("column_limits", column_limits, n, "column"))
     ]
-    where = None if positives is None else check.integers("positives", positives, m, "row", arrays, rows)
-    if where is None and match == "drop" and not itself:
+    positives = None if positives is None else check.integers("positives", positives, m, "row", arrays, rows)
+    if positives is None and match == "drop" and not is_symmetric:
         check.paired("rows", rows, "columns", blocks[0], "give positives= to say which column is whose")
-    of_guide = check.guide(guide, (m, n), arrays, rows)
-    asked: dict[str, Any] = {"positives": where is not None, "ids": ids[0] is not None, "guide": _width(of_guide)}
-    asked.update({"limits": tuple(x is not None for x in limits), "rows against themselves": itself})
-    met = world.meet(arrays, rows, blocks or (rows,), (scale, factor), loss="statistics", **asked, **agreed)
-    own = arrays.arange(met.start, met.start + m, rows)
-    t, over = (arrays.full((size,), 1.0, state, rows) for size in (m, n))
+    guide_features = check.guide(guide, (m, n), arrays, rows)
+    arguments: dict[str, Any] = {
+        "positives": positives is not None,
+        "ids": ids[0] is not None,
+        "guide": _width(guide_features),
+    }
+    arguments.update({"limits": tuple(x is not None for x in limits), "rows against themselves": is_symmetric})
+    batch = world.meet(arrays, rows, blocks or (rows,), (scale, scale_array), loss="statistics", **arguments, **options)
+    diagonal = arrays.arange(batch.start, batch.start + m, rows)
+    row_target, column_target = (arrays.full((size,), 1.0, state, rows) for size in (m, n))
     if match == "target":
-        of_rows, of_columns = (arrays.sorted(x)[0] for x in ids)
-        count = world.count_in(arrays, ids[0], of_columns, of_rows=itself)
-        t = _reciprocal(arrays, count - 1 if itself else count, state)
-        over = t if itself else _reciprocal(arrays, world.count_in(arrays, ids[1], of_rows), state)
-    elif where is not None:
-        factor = _of_known(world, arrays, where, met.columns, factor, least=-1)
-        # several rows may have one column
-        numbers = arrays.arange(met.start, met.start + n, rows)
-        over = _reciprocal(arrays, world.count_in(arrays, numbers, arrays.sorted(where)[0]), state)
+        sorted_rows, sorted_columns = (arrays.sorted(x)[0] for x in ids)
+        count = world.count_in(arrays, ids[0], sorted_columns, of_rows=is_symmetric)
+        row_target = _reciprocal(arrays, count - 1 if is_symmetric else count, state)
+        column_target = (
+            row_target if is_symmetric else _reciprocal(arrays, world.count_in(arrays, ids[1], sorted_rows), state)
+        )
+    elif positives is not None:
+        scale_array = _scale_or_nan(world, arrays, positives, batch.columns, scale_array, least=-1)
+        # several rows may share one positive
+        column_numbers = arrays.arange(batch.start, batch.start + n, rows)
+        column_target = _reciprocal(arrays, world.count_in(arrays, column_numbers, arrays.sorted(positives)[0]), state)
     problem = Problem(
         rows=rows,
         columns=tuple(blocks),
-        scale=factor,
-        row_weight=t,
-        row_target=t,
-        column_weight=None if itself else over,
-        column_target=None if itself else over,
-        positives=None if match == "target" or itself else own if where is None else where,
-        excluded=own if itself else None,
+        scale=scale_array,
+        row_weight=row_target,
+        row_target=row_target,
+        column_weight=None if is_symmetric else column_target,
+        column_target=None if is_symmetric else column_target,
+        positives=None if match == "target" or is_symmetric else diagonal if positives is None else positives,
+        excluded=diagonal if is_symmetric else None,
         row_ids=ids[0],
         column_ids=ids[1],
-        # what the ranks make of their statistics is differentiated as it stands: no factor
-        placement=None if met.placement is None else replace(met.placement, reduction="sum"),
+        # "sum": each rank differentiates its own function of the statistics, without a factor for the trainer
+        placement=None if batch.placement is None else replace(batch.placement, reduction="sum"),
         row_limits=limits[0],
         column_limits=limits[1],
-        row_guide=of_guide[0],
-        column_guide=of_guide[1],
+        row_guide=guide_features[0],
+        column_guide=guide_features[1],
         **{**form, "kind": STATISTICS},
     )
     return LossProblem(arrays, problem, lambda g: ())
@@ -430,71 +446,71 @@ BUILDERS: dict[str, Callable[..., LossProblem]] = {
     "sup_con": sup_con,
     "sigmoid_loss": sigmoid,
 }
-"""What makes the problem of each loss of the front door, by the loss's name."""
+"""The function that builds the problem of each public loss, by the loss's name."""
 
 
 def _width(guide: Guide) -> int | None:
-    """Of the guide's features, which every rank must have alike."""
+    """The width of the guide's features, which must be equal on all ranks."""
     return None if guide[0] is None else int(guide[0].shape[1])
 
 
-def ids_of_both(check: Any, arrays: ArrayLibrary, rows: Array, of: str, *given: tuple[str, Any, int]) -> list[Any]:
-    """The ids of the rows and of the columns, each given with its name and length; None twice where there are none."""
-    (_, row_ids, _), (_, column_ids, _) = given
+def ids_of_both(check: Any, arrays: ArrayLibrary, rows: Array, row: str, *named_ids: tuple[str, Any, int]) -> list[Any]:
+    """The checked ids of rows and columns, each passed as (name, ids, length); two None without ids."""
+    (_, row_ids, _), (_, column_ids, _) = named_ids
     if (row_ids is None) != (column_ids is None):
         raise ValueError("row_ids and column_ids must be given together, got only one; give both, or neither")
     return [
-        None if x is None else check.integers(name, x, size, what, arrays, rows)
-        for (name, x, size), what in zip(given, (of, "column"), strict=True)
+        None if ids is None else check.integers(name, ids, size, noun, arrays, rows)
+        for (name, ids, size), noun in zip(named_ids, (row, "column"), strict=True)
     ]
 
 
-def _of_known(
-    world: Handshake, arrays: ArrayLibrary, where: Array, columns: int, scale: Array, least: int = 0
+def _scale_or_nan(
+    world: Handshake, arrays: ArrayLibrary, positives: Array, columns: int, scale: Array, least: int = 0
 ) -> Array:
-    """The scale; where values cannot be read, NaN if a positive is out of range: so are all results and gradients then.
+    """The scale, or NaN if a positive whose value cannot be read is out of range: NaN spreads to all results.
 
     Raises:
-        ValueError: a positive that can be read is out of range; in a group, on every rank.
+        ValueError: a readable positive is out of range; in a group, on every rank.
     """
-    if validation.values_are_readable(arrays, where):
-        world.confirm(validation.positives(where, columns, least))
+    if validation.values_are_readable(arrays, positives):
+        world.confirm(validation.positives(positives, columns, least))
         return scale
-    return _nan_if(arrays, ((where < least) | (where >= columns)).any(), scale)
+    return _nan_if(arrays, ((positives < least) | (positives >= columns)).any(), scale)
 
 
-def _nan_if(arrays: ArrayLibrary, wrong: Array, scale: Array) -> Array:
-    return scale * arrays.where(wrong, arrays.full((), float("nan"), arrays.dtype(scale), scale), 1.0)
+def _nan_if(arrays: ArrayLibrary, is_invalid: Array, scale: Array) -> Array:
+    return scale * arrays.where(is_invalid, arrays.full((), float("nan"), arrays.dtype(scale), scale), 1.0)
 
 
-def _shares(world: Handshake, arrays: ArrayLibrary, weights: Array, state: str, whole: Any = 1.0) -> Array:
-    """The weights, float64, divided by their sum over all ranks, times ``whole``; 0 stays 0 where the sum is."""
+def _normalized_weights(world: Handshake, arrays: ArrayLibrary, weights: Array, state: str, factor: Any = 1.0) -> Array:
+    """``factor`` times the float64 weights over their sum on all ranks; weights of 0 stay 0 if the sum is 0."""
     total = world.total(arrays, arrays.total(weights))
-    return arrays.cast(whole * weights / arrays.where(weights == 0, 1.0, total), state)
+    return arrays.cast(factor * weights / arrays.where(weights == 0, 1.0, total), state)
 
 
 def _reciprocal(arrays: ArrayLibrary, count: Array, state: str) -> Array:
-    """1 / count, and 1 for a count of 0."""
+    """1 / count, or 1 for a count of 0."""
     return 1.0 / arrays.maximum(arrays.cast(count, state), 1.0)
 
 
-def _equal(
-    check: Any, arrays: ArrayLibrary, number: float, start: int, stop: int, dtype: str, like: Array
+def _diagonal(
+    check: Any, arrays: ArrayLibrary, weight: float, start: int, stop: int, dtype: str, like: Array
 ) -> Sequence[Any]:
-    """A number, weights of it, targets of 1, and positives in a row: columns ``start`` to ``stop`` - 1."""
+    """``weight``, and of rows with positives ``start`` to ``stop`` - 1: their weights, targets of 1, and positives."""
 
-    def made() -> Sequence[Any]:
-        of = [arrays.full((stop - start,), value, dtype, like) for value in (number, 1.0)]
-        return number, *of, arrays.arange(start, stop, like)
+    def make_pairs() -> Sequence[Any]:
+        weights_and_targets = [arrays.full((stop - start,), value, dtype, like) for value in (weight, 1.0)]
+        return weight, *weights_and_targets, arrays.arange(start, stop, like)
 
-    found: Sequence[Any] = check.once("pairs", made)
-    return found
+    pairs: Sequence[Any] = check.once("pairs", make_pairs)
+    return pairs
 
 
-def _like(
-    arrays: ArrayLibrary, given: Sequence[Array], gradients: Sequence[Array], orders: Sequence[Order] = ()
+def _restored(
+    arrays: ArrayLibrary, arguments: Sequence[Array], gradients: Sequence[Array], orders: Sequence[Order] = ()
 ) -> Iterator[Array]:
-    """The gradients, taken in these orders, in the order and dtypes of what was given: autocast may take another."""
+    """The gradients in the arguments' sample order and dtypes: sorting and autocast may have changed them."""
     if orders:
-        gradients = [order.put(x) for order, x in zip(orders, gradients, strict=True)]
-    return (arrays.cast(gradient, arrays.dtype(x)) for x, gradient in zip(given, gradients, strict=True))
+        gradients = [order.put(gradient) for order, gradient in zip(orders, gradients, strict=True)]
+    return (arrays.cast(gradient, arrays.dtype(x)) for x, gradient in zip(arguments, gradients, strict=True))
