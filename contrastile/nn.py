@@ -11,7 +11,7 @@ from typing import Any, ClassVar, SupportsIndex, Unpack
 from contrastile import validation
 from contrastile.backends.eager import outside_of_graphs
 from contrastile.backends.registry import require
-from contrastile.evaluation import computed, detached, evaluate, make, settings_checked
+from contrastile.evaluation import detached, evaluate, make, settings_checked, with_gradients
 from contrastile.forms import form_of, threshold_of
 from contrastile.losses import clip_loss, sigmoid_loss
 from contrastile.plan import DEFAULTS, Settings, complete
@@ -340,7 +340,9 @@ class DistillClipLoss(ClipLoss):
         # "sum" gives the gradients of the global loss, without the factor for a trainer's mean
         settings: Any = {**self.settings, "parameter_reduction": "sum"}
         depth, state = teacher[0].shape[1], torch.promote_types(q.dtype, torch.float32)
-        _, gradients = outside_of_graphs(computed)(_build_values, settings, (*joined, dist_scale), {"depth": depth})
+        _, gradients = outside_of_graphs(with_gradients)(
+            _build_values, settings, (*joined, dist_scale), {"depth": depth}
+        )
         d_q, d_k = (x[:, depth:].to(state) / dist_scale for x in gradients[:2])
         total, ranks = (q.detach() * d_q).sum(dtype=torch.float64), 1
 

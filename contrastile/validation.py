@@ -1,7 +1,7 @@
 """Checks of the arguments. An error states the rule, the value and the fix.
 
-Shapes, dtypes and devices are always checked. Values (a finite scale, positives in range) are checked on the host in
-eager calls, where reading them costs nothing. Elsewhere a bad value makes the loss NaN, and nothing waits for a device.
+Shapes, dtypes and devices are always checked. Values (a finite scale, positives in range) are checked in eager calls on
+the host, where reading them costs nothing. Elsewhere a bad value makes the loss NaN, and no check waits for a device.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from contrastile.schedules.problem import BLOCK, Blocking
 T = TypeVar("T")
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
-# how NumPy, CuPy and torch begin the names of real dtypes
+# prefixes of the names of real dtypes in NumPy, CuPy and torch
 _REAL = ("float", "bfloat16", "int", "uint", "bool", ">f", ">i", ">u")
 LARGEST = {"float32": (2 - 2.0**-23) * 2.0**127, "float64": sys.float_info.max}
 
 
 def values_are_readable(arrays: ArrayLibrary, x: Array) -> bool:
-    """Whether an element of x can be read now: it is on the host, and the call is plain eager (``eager.direct``)."""
+    """Whether an element of x can be read now: x is on the host, and the call is plain eager (``eager.direct``)."""
     if arrays.name != "torch":
         return arrays.device(x) == "cpu"
     import torch
@@ -38,33 +38,33 @@ def values_are_readable(arrays: ArrayLibrary, x: Array) -> bool:
 def features(
     alone: bool = True, /, *, may_be_empty: Collection[str] = (), **named: Array
 ) -> tuple[ArrayLibrary, tuple[Array, ...]]:
-    """The array library of some feature matrices that must agree, and the matrices as the loss takes them.
+    """Check feature matrices, which must agree: their array library, and the matrices in the dtype of the loss.
 
-    Under ``torch.autocast`` they are taken in its dtype, float64 excepted, as a matrix product takes them.
+    As in a matrix product, ``torch.autocast`` casts them to its dtype, except float64 matrices.
 
     Args:
-        alone: whether a matrix without rows is refused: one rank of a group may hold none.
-        may_be_empty: names of those that may have no rows all the same.
-        **named: (samples, width) floating-point matrices by the name that the caller gave them.
+        alone: whether to refuse a matrix without rows, which a rank of a group may hold.
+        may_be_empty: names of the matrices that may have no rows even so.
+        **named: (samples, width) floating-point matrices by the caller's names for them.
 
     Raises:
-        TypeError: not arrays, of different libraries, of different or non-floating dtypes, not dense, masked.
-        ValueError: not matrices, empty, of different widths or on different devices.
+        TypeError: not arrays, different libraries, different or non-floating dtypes, not dense, masked.
+        ValueError: not matrices, empty, different widths or different devices.
         RuntimeError: called inside torch.jit.trace.
     """
-    first_name, given = next(iter(named.items()))
-    arrays = library_of(given)
+    first_name, first_array = next(iter(named.items()))
+    arrays = library_of(first_array)
     if arrays.name == "torch" and eager.recorded():
         raise RuntimeError(
             "a loss must be called outside of torch.jit.trace, which cannot record its arguments, got a call inside; "
             "use torch.compile or torch.export"
         )
-    taken: list[Array] = []
+    matrices: list[Array] = []
     for name, x in named.items():
         if not arrays.owns(x):
             raise TypeError(
                 f"{first_name} and {name} must be arrays of one library, "
-                f"got {type(given).__name__} and {type(x).__name__}; convert one of them"
+                f"got {type(first_array).__name__} and {type(x).__name__}; convert one of them"
             )
         _dense(name, x, "matrix", arrays)
         if arrays.dtype(x) not in FLOATS:
@@ -80,8 +80,8 @@ def features(
             raise ValueError(
                 f"{name} must have at least one sample and one feature, got shape {shape}; skip empty batches"
             )
-        taken.append(_as_multiplied(arrays, _resolved(arrays, x)))
-        first, x = taken[0], taken[-1]
+        matrices.append(_as_multiplied(arrays, _resolved(arrays, x)))
+        first, x = matrices[0], matrices[-1]
         if x is first:
             continue
         if arrays.dtype(x) != arrays.dtype(first):
@@ -99,16 +99,16 @@ def features(
                 f"{first_name} and {name} must have the same width, got {first.shape[1]} and {shape[1]}; "
                 "project both to one embedding space"
             )
-    return arrays, tuple(taken)
+    return arrays, tuple(matrices)
 
 
-def _dense(name: str, x: Array, what: str, arrays: ArrayLibrary) -> None:
+def _dense(name: str, x: Array, noun: str, arrays: ArrayLibrary) -> None:
     """Raise TypeError for a nested, quantized, sparse, masked or distributed array, or np.matrix."""
     kind = ""
     if arrays.name == "torch":
         if hasattr(x, "device_mesh"):
             raise TypeError(
-                f"{name} must be a {what} of this process, got a DTensor; give x.full_tensor(), or x.to_local() with "
+                f"{name} must be a {noun} of this process, got a DTensor; give x.full_tensor(), or x.to_local() with "
                 "group= where it is sharded by rows"
             )
         if x.is_nested or x.is_quantized:
@@ -116,26 +116,26 @@ def _dense(name: str, x: Array, what: str, arrays: ArrayLibrary) -> None:
         elif str(x.layout) != "torch.strided":
             kind = f"layout {x.layout}"
         if kind:
-            way = "dequantize" if x.is_quantized else "to_dense"
-            raise TypeError(f"{name} must be a dense {what}, got {kind}; convert it, e.g. by {way}()")
+            method = "dequantize" if x.is_quantized else "to_dense"
+            raise TypeError(f"{name} must be a dense {noun}, got {kind}; convert it, e.g. by {method}()")
     elif hasattr(x, "mask") and hasattr(x, "filled"):
-        raise TypeError(f"{name} must be a {what} without a mask, got {type(x).__name__}; leave masked samples out")
+        raise TypeError(f"{name} must be a {noun} without a mask, got {type(x).__name__}; leave masked samples out")
     elif hasattr(x, "getA1"):
         raise TypeError(f"{name} must be a plain array, got np.matrix, whose * is another; convert it by np.asarray()")
 
 
 def _resolved(arrays: ArrayLibrary, x: Array) -> Array:
-    """X with torch's lazy negation carried out."""
+    """X with torch's lazy negation resolved."""
     if arrays.name != "torch":
         return x
     import torch
 
-    # a compiled graph resolves it by itself
+    # compiled graphs resolve negations themselves
     return x if torch.compiler.is_compiling() or not x.is_neg() else x.resolve_neg()
 
 
 def _as_multiplied(arrays: ArrayLibrary, x: Array) -> Array:
-    """X in the dtype in which torch would multiply it now: autocast's, if it is on for x's device."""
+    """X in the dtype of torch's matrix products: autocast's dtype, if autocast is on for x's device."""
     kind = arrays.device(x)
     if arrays.name != "torch" or kind not in ("cpu", "cuda") or arrays.dtype(x) == "float64":
         return x
@@ -145,57 +145,57 @@ def _as_multiplied(arrays: ArrayLibrary, x: Array) -> Array:
 
 
 class Known:
-    """The checks of a call whose signature is known to be right: they look at values alone.
+    """The checks of a call whose signature an earlier call has checked: they check values alone.
 
-    Its methods have the names of this module's functions.
+    The methods have the names and parameters of this module's functions.
 
     Attributes:
         arrays: the features' library, torch.
-        dtype: torch's, in which the loss takes features.
-        made: by name, arrays that depend on the signature alone.
+        dtype: the torch dtype of the features in the loss.
+        constants: arrays that depend on the signature alone, by name.
     """
 
     def __init__(self, arrays: ArrayLibrary, dtype: Any) -> None:
         self.arrays, self.dtype = arrays, dtype
-        self.made: dict[str, Any] = {}
+        self.constants: dict[str, Any] = {}
 
     def features(
         self, alone: bool = True, /, *, may_be_empty: Collection[str] = (), **named: Array
     ) -> tuple[ArrayLibrary, tuple[Array, ...]]:
-        """The library, and the matrices as the loss takes them."""
+        """The library, and the matrices in the dtype of the loss."""
         dtype = self.dtype
         return self.arrays, tuple([x if x.dtype is dtype else x.to(dtype) for x in named.values()])
 
-    def paired(self, *given: Any) -> None:
-        """Nothing: shapes are known."""
+    def paired(self, *args: Any) -> None:
+        """Check nothing: the shapes are known."""
 
     def scalar(self, name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> Array:
-        """The number as a 0-d array, which must be finite where it can be read."""
+        """The number as a 0-d array; raise ValueError if it can be read and is not finite."""
         if isinstance(x, (int, float)):
             return scalar(name, x, arrays, dtype, like)
         if not x.is_cuda:
             _finite(name, x.item(), dtype)
         return arrays.asarray(x if x.ndim == 0 else x.reshape(()), dtype, like)
 
-    def integers(self, name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, like: Array) -> Array:
+    def integers(self, name: str, x: Array, length: int, noun: str, arrays: ArrayLibrary, like: Array) -> Array:
         """The vector as int64."""
         return arrays.cast(x, dtype="int64")
 
-    def floats(self, name: str, x: Array, *given: Any) -> Array:
+    def floats(self, name: str, x: Array, *args: Any) -> Array:
         """The vector as float64."""
         return self.arrays.cast(x, "float64")
 
-    def guide(self, given: Any, *others: Any) -> tuple[Array | None, Array | None]:
+    def guide(self, matrices: Any, *args: Any) -> tuple[Array | None, Array | None]:
         """The guide's features in the features' dtype."""
-        if given is None:
+        if matrices is None:
             return None, None
-        first, second = self.features(**dict(zip(("rows", "columns"), given, strict=True)))[1]
+        first, second = self.features(**dict(zip(("rows", "columns"), matrices, strict=True)))[1]
         return first, second
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """The result of ``make``, which depends on the signature alone; made once, and never written to."""
-        found: T = self.made[name] if name in self.made else self.made.setdefault(name, make())
-        return found
+        """The result of ``make``, which depends on the signature alone: made once, and never written to."""
+        constant: T = self.constants[name] if name in self.constants else self.constants.setdefault(name, make())
+        return constant
 
 
 def once(name: str, make: Callable[[], T]) -> T:
@@ -203,12 +203,12 @@ def once(name: str, make: Callable[[], T]) -> T:
     return make()
 
 
-def paired(first_name: str, first: Array, second_name: str, second: Array, instead: str) -> None:
-    """Raise ValueError unless the matrices have as many rows as each other; ``instead`` says what to do."""
+def paired(first_name: str, first: Array, second_name: str, second: Array, remedy: str) -> None:
+    """Raise ValueError unless both matrices have the same number of rows; ``remedy`` says what to do."""
     if first.shape[0] != second.shape[0]:
         raise ValueError(
             f"{first_name} and {second_name} must have as many rows as each other, "
-            f"got {first.shape[0]} and {second.shape[0]}; {instead}"
+            f"got {first.shape[0]} and {second.shape[0]}; {remedy}"
         )
 
 
@@ -217,13 +217,13 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
 
     Raises:
         TypeError: not a number.
-        ValueError: more than one element, without a value, or not finite in the state dtype.
+        ValueError: not one element, no value (a meta tensor), or not finite in the state dtype.
     """
     # a tuple of types: torch 2.6 compiles no union of them
     if isinstance(x, (int, float)):
         _finite(name, x, dtype)
         return arrays.asarray(float(x), dtype, like)
-    # NumPy does not count its booleans among the real numbers
+    # NumPy's booleans are no instances of Real
     if isinstance(x, Real) or (type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_")):
         try:
             number = float(x)
@@ -250,59 +250,59 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
 
 
 def _finite(name: str, x: float, dtype: str) -> None:
-    """Raise ValueError unless a number is finite and stays so in a dtype."""
-    # a compiler can follow comparisons with a number that varies, and not math.isfinite
+    """Raise ValueError unless a number is finite, also in this dtype."""
+    # comparisons, because a compiler cannot trace math.isfinite of a varying number
     if not -LARGEST[dtype] <= x <= LARGEST[dtype]:
-        got = x if isinstance(x, float) else f"an integer of {x.bit_length()} bits"
-        raise ValueError(f"{name} must be finite in {dtype}, got {got}; clamp the learned value before it is used")
+        shown = x if isinstance(x, float) else f"an integer of {x.bit_length()} bits"
+        raise ValueError(f"{name} must be finite in {dtype}, got {shown}; clamp the learned value before it is used")
 
 
-def integers(name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, like: Array) -> Array:
+def integers(name: str, x: Array, length: int, noun: str, arrays: ArrayLibrary, like: Array) -> Array:
     """A vector of ``length`` integers as int64.
 
     Raises:
         TypeError: not an array, or not of integers.
-        ValueError: of another shape or on another device.
+        ValueError: another shape or another device.
     """
     if not arrays.owns(x):
         raise TypeError(f"{name} must be an integer array like the features, got {type(x).__name__}; convert it")
     if arrays.dtype(x) not in INTEGERS:
         raise TypeError(f"{name} must be integers ({', '.join(INTEGERS)}), got {arrays.dtype(x)}; convert it to int64")
-    _one_for_each(name, x, length, of, arrays, like)
+    _one_for_each(name, x, length, noun, arrays, like)
     return arrays.cast(x, "int64")
 
 
-def floats(name: str, x: Any, length: int, of: str, arrays: ArrayLibrary, like: Array) -> Array:
-    """A vector of ``length`` numbers without a gradient, weights or limits, as float64.
+def floats(name: str, x: Any, length: int, noun: str, arrays: ArrayLibrary, like: Array) -> Array:
+    """A vector of ``length`` weights or limits, without a gradient, as float64.
 
     Raises:
         TypeError: not an array, or not of floating-point numbers.
-        ValueError: of another shape, on another device, or with a gradient.
+        ValueError: another shape, another device, or a gradient.
     """
     if not arrays.owns(x) or arrays.dtype(x) not in FLOATS:
-        got = arrays.dtype(x) if arrays.owns(x) else type(x).__name__
-        raise TypeError(f"{name} must be a floating-point array like the features, got {got}; convert it to float32")
-    _one_for_each(name, x, length, of, arrays, like)
+        kind = arrays.dtype(x) if arrays.owns(x) else type(x).__name__
+        raise TypeError(f"{name} must be a floating-point array like the features, got {kind}; convert it to float32")
+    _one_for_each(name, x, length, noun, arrays, like)
     if getattr(x, "requires_grad", False):
         raise ValueError(f"{name} must not require a gradient, got some that do; detach() them")
     return arrays.cast(x, "float64")
 
 
-def guide(given: Any, sizes: Sequence[int], arrays: ArrayLibrary, like: Array) -> tuple[Array | None, Array | None]:
-    """A guide's features of the rows and of the columns, so many, in the features' dtype; None twice for None.
+def guide(matrices: Any, sizes: Sequence[int], arrays: ArrayLibrary, like: Array) -> tuple[Array | None, Array | None]:
+    """A guide's features of the rows and of the columns, in the features' dtype; (None, None) without a guide.
 
     Raises:
         TypeError: not two matrices of floating-point numbers like the features.
-        ValueError: of other lengths, of different widths, on another device, or with a gradient.
+        ValueError: other lengths than ``sizes``, different widths, another device, or a gradient.
     """
-    if given is None:
+    if matrices is None:
         return None, None
-    count = len(given) if isinstance(given, (tuple, list)) else 1
+    count = len(matrices) if isinstance(matrices, (tuple, list)) else 1
     if count != 2:
         raise TypeError(f"guide must be two matrices, of the rows and of the columns, got {count}; give both")
-    named = {"guide[0]": given[0], "guide[1]": given[1]}
-    if not all(map(arrays.owns, given)):
-        raise TypeError(f"guide must be arrays like the features, got {type(given[0]).__name__}; convert them")
+    named = {"guide[0]": matrices[0], "guide[1]": matrices[1]}
+    if not all(map(arrays.owns, matrices)):
+        raise TypeError(f"guide must be arrays like the features, got {type(matrices[0]).__name__}; convert them")
     features(False, **named)
     for (name, x), size in zip(named.items(), sizes, strict=True):
         if x.shape[0] != size:
@@ -310,23 +310,23 @@ def guide(given: Any, sizes: Sequence[int], arrays: ArrayLibrary, like: Array) -
         _beside(name, x, arrays, like)
         if getattr(x, "requires_grad", False):
             raise ValueError(f"{name} must not require a gradient, got one that does; detach() it")
-    # used as given: autocast's dtype is of the features alone
-    rows, columns = (arrays.cast(_resolved(arrays, x), arrays.dtype(like)) for x in given)
+    # autocast casts the features alone
+    rows, columns = (arrays.cast(_resolved(arrays, x), arrays.dtype(like)) for x in matrices)
     return rows, columns
 
 
-def _one_for_each(name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, like: Array) -> None:
-    """Raise unless it is a dense vector of this length on the features' device."""
+def _one_for_each(name: str, x: Array, length: int, noun: str, arrays: ArrayLibrary, like: Array) -> None:
+    """Raise unless x is a dense vector of this length on the features' device."""
     _dense(name, x, "vector", arrays)
     if tuple(x.shape) != (length,):
         raise ValueError(
-            f"{name} must have shape ({length},), one for each {of}, got {tuple(x.shape)}; give every {of} one"
+            f"{name} must have shape ({length},), one for each {noun}, got {tuple(x.shape)}; give every {noun} one"
         )
     _beside(name, x, arrays, like)
 
 
 def _beside(name: str, x: Array, arrays: ArrayLibrary, like: Array) -> None:
-    """Raise ValueError for an array that is not where the features are."""
+    """Raise ValueError unless x is on the features' device."""
     if arrays.place(x) != arrays.place(like):
         raise ValueError(
             f"{name} must be on the features' device {arrays.place(like)}, got {arrays.place(x)}; move it there"
@@ -334,11 +334,11 @@ def _beside(name: str, x: Array, arrays: ArrayLibrary, like: Array) -> None:
 
 
 def option(name: str, x: Any, least: float, most: float, default: str = "0") -> float:
-    """A number that says which loss it is; ``default`` is what the argument is where it is left out.
+    """A numeric option of a loss; the error message names ``default``, its default value.
 
     Raises:
         TypeError: not a number.
-        ValueError: not within its limits.
+        ValueError: not in ``least``..``most``.
     """
     if not isinstance(x, Real) or isinstance(x, bool):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}; pass a float")
@@ -357,10 +357,10 @@ def flag(name: str, x: Any) -> bool:
 
 
 def match(ids_are: Any) -> Match:
-    """What equal ids mean to a backend.
+    """The meaning of equal ids in a backend's terms: "drop" or "target".
 
     Raises:
-        ValueError: it is neither of the two.
+        ValueError: it is neither "false_negatives" nor "positives".
     """
     if ids_are not in ("false_negatives", "positives"):
         raise ValueError(
@@ -370,11 +370,11 @@ def match(ids_are: Any) -> Match:
 
 
 def positives(x: Array, columns: int, least: int = 0) -> str | None:
-    """Why these positives cannot be: one lies outside least..columns-1. Their values must be readable."""
-    for worst in (int(x.min()), int(x.max())) if x.shape[0] else ():
-        if not least <= worst < columns:
+    """The reason why positives are wrong: one lies outside least..columns-1. Their values must be readable."""
+    for extreme in (int(x.min()), int(x.max())) if x.shape[0] else ():
+        if not least <= extreme < columns:
             return (
-                f"positives must lie in {least}..{columns - 1} (there are {columns} columns), got {worst}; "
+                f"positives must lie in {least}..{columns - 1} (there are {columns} columns), got {extreme}; "
                 "index the keys, then the negatives, from 0"
             )
     return None
@@ -384,13 +384,13 @@ _DEFAULT = Options(precision="auto")
 
 
 def options(tile: Any, precision: Any = "auto", workspace: Any = None, keep: Any = None) -> Options:
-    """How to compute, from the keyword arguments of these names: see ``contrastile.plan.Settings``.
+    """The options of a backend, from the settings of these names: see ``contrastile.plan.Settings``.
 
     ``choice.settled`` replaces a precision of "auto".
 
     Raises:
         TypeError: a size is no integer.
-        ValueError: a size is too small, the tile has not two sides, or the precision is unknown.
+        ValueError: a size is too small, the tile does not have two sides, or the precision is unknown.
     """
     if tile is None and workspace is None and keep is None and precision == "auto":
         return _DEFAULT
@@ -398,19 +398,19 @@ def options(tile: Any, precision: Any = "auto", workspace: Any = None, keep: Any
         raise ValueError(
             f"precision must be one of auto, {', '.join(PRECISIONS)}, got {precision!r}; leave it out for float32's own"
         )
-    return Options(_tile(tile), precision, _whole("workspace", workspace), _whole("keep", keep))
+    return Options(_tile(tile), precision, _whole_number("workspace", workspace), _whole_number("keep", keep))
 
 
 def blocks(device: Any, block: Any, group: Any) -> tuple[Any, int | None] | None:
-    """The checked settings of these names: torch's device (None: where the features are), and the size of a block.
+    """The checked torch device (None for the features' device) and size of a block; None if neither is set.
 
     Raises:
         TypeError: block is no integer.
-        ValueError: block is too small, there is no such device, or there is a group.
+        ValueError: block is too small, the device does not exist, or there is a group.
     """
     if device is None and block is None:
         return None
-    block = _whole("block", block, 1, "", 65536)
+    block = _whole_number("block", block, 1, "", 65536)
     if group is not None:
         raise ValueError(
             f"device and block must be left out with a group, got device={device!r} and block={block!r}; each rank "
@@ -420,21 +420,21 @@ def blocks(device: Any, block: Any, group: Any) -> tuple[Any, int | None] | None
 
 
 def blocking(
-    given: tuple[Any, int | None] | None, arrays: ArrayLibrary, rows: Array, columns: Sequence[Array]
+    device_and_block: tuple[Any, int | None] | None, arrays: ArrayLibrary, rows: Array, columns: Sequence[Array]
 ) -> Blocking | None:
-    """How these features are cut, from ``blocks``; None where they are one block on their own device.
+    """How to cut the features into blocks, from the result of ``blocks``; None for one block on their own device.
 
     Raises:
-        TypeError: the features are no torch tensors.
+        TypeError: the features are not torch tensors.
         ValueError: the features are on another device.
     """
-    if given is None:
+    if device_and_block is None:
         return None
     if arrays.name != "torch":
         raise TypeError(
             f"features must be torch tensors with device= or block=, got {arrays.name} arrays; convert them"
         )
-    device, block = given
+    device, block = device_and_block
     device = rows.device if device is None else device
     if rows.device.type != "cpu" and rows.device != device:
         raise ValueError(f"features must be on the host or on {device}, got {arrays.place(rows)}; leave device= out")
@@ -443,27 +443,27 @@ def blocking(
     return Blocking(BLOCK if block is None else block, device)
 
 
-def _device(given: Any) -> Any:
-    """A device of torch's that there is, with its index."""
+def _device(device: Any) -> Any:
+    """An existing torch device, with its index."""
     import torch
 
-    found = None
+    parsed = None
     with suppress(RuntimeError, TypeError):
-        found = torch.device(given)
-    if found is None or found.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be a CPU or a GPU, got {given!r}; pass e.g. device='cuda', or None")
-    if found.type == "cpu":
+        parsed = torch.device(device)
+    if parsed is None or parsed.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be a CPU or a GPU, got {device!r}; pass e.g. device='cuda', or None")
+    if parsed.type == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device must be a GPU that torch sees, got {given!r}; run contrastile doctor")
-    return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
+    if not torch.cuda.is_available() or (parsed.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device must be a GPU that torch sees, got {device!r}; run contrastile doctor")
+    return parsed if parsed.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
-def _whole(name: str, x: Any, least: int = 0, of: str = " of MiB", example: int = 2048) -> int | None:
+def _whole_number(name: str, x: Any, least: int = 0, unit: str = " of MiB", example: int = 2048) -> int | None:
     if x is None:
         return None
     if not isinstance(x, Integral) or isinstance(x, bool):
-        raise TypeError(f"{name} must be a whole number{of}, got {x!r}; pass e.g. {name}={example}, or None")
+        raise TypeError(f"{name} must be a whole number{unit}, got {x!r}; pass e.g. {name}={example}, or None")
     if x < least:
         raise ValueError(f"{name} must be at least {least}, got {x!r}; pass e.g. {name}={example}, or None")
     return int(x)

@@ -54,7 +54,7 @@ def eager_loss(plan: Plan, *, grad: bool) -> Tensor:
     if wanted is None:
         return cast("Tensor", value)
     # arrays are saved, and not held: autograd tells when one was written to, and frees them
-    form, needed = (plan.without_arrays(), problem.arrays()) if compute.is_whole(problem, state) else plan.parted()
+    form, needed = (plan.without_arrays(), problem.arrays()) if compute.is_whole(problem, state) else plan.split()
     return recorded(PlannedBackward(form, wanted), value, (*state, *needed), given)
 
 
@@ -127,7 +127,7 @@ class PlannedBackward:
             # an operator knows the primitives' state alone, and compilers get what lies behind it wrong
             plan = replace(plan, problem=replace(plan.problem, whole=None), form=None)
             state = operators.restored(unrecorded(torch.is_grad_enabled(), operators.called, plan, wanted)[1])
-            plan, arrays = plan.parted()
+            plan, arrays = plan.split()
         function: Any = LossGradients
         given = function.apply(plan.without_arrays(), wanted, upstream, *state, *arrays)
         return operators.only((wanted.rows, wanted.scale, wanted.bias, *wanted.columns), given)
@@ -246,7 +246,7 @@ class FunctionalLoss(torch.autograd.Function):
         plan, *arrays = inputs
         whole = plan.with_arrays(arrays)
         ctx.empty, ctx.wanted = plan.problem, local.Wanted.every(whole.problem)
-        ctx.plan, needed = whole.parted()
+        ctx.plan, needed = whole.split()
         ctx.save_for_backward(*output[1:], *needed)
         ctx.mark_non_differentiable(*output[1:])
 

@@ -39,7 +39,7 @@ class Prepared:
     def __init__(self, plan: Plan, build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         known = Known(plan.library, plan.problem.rows.dtype)
         self._world = Handshake(known=known)
-        form, _ = plan.parted()
+        form, _ = plan.split()
         self._settings = plan.name, plan.options, plan.library, form
         self.bound: functions.BoundLoss | None = None
         problem, whole = plan.problem, compute.whole_of(plan.problem, plan.library, plan.backend, plan.options)
