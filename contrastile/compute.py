@@ -182,10 +182,8 @@ def problem_loss(problem: Problem, work: local.Work, wanted: local.Wanted | None
                 if problem.smoothing is not None:
                     forward = beside.smoothed(problem, forward, backend.arrays)
                 return forward.loss, forward.state
-            weighs_positives = problem.row_weight.ndim == 2
-            value, sums = schedule.sigmoid(
-                problem, wanted, local.weighing_positives(work) if weighs_positives else work
-            )
+            is_weighted = problem.row_weight.ndim == 2
+            value, sums = schedule.sigmoid(problem, wanted, local.weighing_positives(work) if is_weighted else work)
             return value, () if sums is None else sums.state
 
 

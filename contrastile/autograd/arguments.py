@@ -1,4 +1,4 @@
-"""What a call is told by, its arguments and what is around it, and the graphs of small calls that repeat."""
+"""The signature of a call: its arguments and its context. The CUDA graphs of small calls that repeat."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Call:
         tensors: the tensors among the arguments, in their order.
         numbers: the numbers among them.
         kinds: the arguments' part of the signature.
-        known: False where some argument is of another kind, and ``kinds`` does not say it all.
+        is_known: False if an argument is of another type, so that ``kinds`` does not describe the call.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], grad: bool) -> None:
@@ -34,31 +34,31 @@ class Call:
         self.tensors: list[Tensor] = []
         self.numbers: list[float] = []
         self.kinds: list[Hashable] = [grad, *kwargs]
-        # numbers by name say which loss it is, and are no arguments of one
-        self.known = self._take(args) and self._take(kwargs.values(), options=True)
+        # numbers among the keywords are options of the loss: their values are part of the signature
+        self.is_known = self._collect(args) and self._collect(kwargs.values(), are_options=True)
 
-    def _take(self, given: Iterable[Any], *, options: bool = False) -> bool:
+    def _collect(self, values: Iterable[Any], *, are_options: bool = False) -> bool:
         kinds = self.kinds
-        for x in given:
-            kind: Any = type(x)
-            if x is None or kind is str:
-                kinds.append(x)
+        for value in values:
+            kind: Any = type(value)
+            if value is None or kind is str:
+                kinds.append(value)
             elif kind in _TENSORS:
-                if x.is_nested or x.is_neg():
+                if value.is_nested or value.is_neg():
                     return False
-                self.tensors.append(x)
-                kinds.append((x.dtype, x.layout, x.shape, x.device, x.requires_grad))
+                self.tensors.append(value)
+                kinds.append((value.dtype, value.layout, value.shape, value.device, value.requires_grad))
             elif kind in _NUMBERS:
-                kinds.append((kind, x) if options else kind)
-                self.numbers.append(x)
-            elif kind not in (list, tuple) or not self._take(x):
+                kinds.append((kind, value) if are_options else kind)
+                self.numbers.append(value)
+            elif kind not in (list, tuple) or not self._collect(value):
                 return False
             else:
-                kinds.append(len(x))
+                kinds.append(len(value))
         return True
 
     def device(self) -> int | None:
-        """The current GPU if all tensors are on it and small enough to be replayed, else None."""
+        """The current GPU if all tensors are on it and small enough to replay, else None."""
         tensors = self.tensors
         if sum(x.numel() for x in tensors) > FEATURES:
             return None
@@ -66,53 +66,53 @@ class Call:
         return device if all(x.get_device() == device for x in tensors) else None
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments, with other tensors."""
-        each = iter(tensors)
-        return [_put(x, each) for x in self.args], {name: _put(x, each) for name, x in self.kwargs.items()}
+        """The arguments with other tensors."""
+        new = iter(tensors)
+        return [_replace(x, new) for x in self.args], {name: _replace(x, new) for name, x in self.kwargs.items()}
 
 
-def _put(x: Any, tensors: Iterator[Tensor]) -> Any:
+def _replace(x: Any, tensors: Iterator[Tensor]) -> Any:
     """An argument with its tensors replaced by the next ones."""
     if type(x) in _TENSORS:
         return next(tensors)
-    return [_put(y, tensors) for y in x] if type(x) in (list, tuple) else x
+    return [_replace(y, tensors) for y in x] if type(x) in (list, tuple) else x
 
 
-def surroundings(device: int) -> tuple[Any, ...]:
-    """Where a call on this device is replayed (``Where``), and all else but its arguments that it depends on."""
+def replay_context(device: int) -> tuple[Any, ...]:
+    """Where a call on this device is replayed (``Where``), and the global settings that affect its result."""
     where = device, torch._C._cuda_getCurrentRawStream(device)
     cast_to = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     return where, cast_to, product_rounding("cuda"), *map(os.environ.get, VARIABLES)
 
 
-def graphs_of(
-    held: Signatures[C], what: Hashable, call: Call, plan: Callable[[], Plan], record: Callable[[Where, Pool], C]
+def find_graphs(
+    cache: Signatures[C], task: Hashable, call: Call, make_plan: Callable[[], Plan], record: Callable[[Where, Pool], C]
 ) -> C | None:
-    """The graphs of a small call that repeats; None where it is to be launched.
+    """The CUDA graphs of a small call that repeats; None if the caller must launch the kernels.
 
     Args:
-        held: those of all calls.
-        what: everything but the arguments that the result depends on.
-        call: known, of plain tensors on a GPU.
-        plan: gives the call's plan.
+        cache: the graphs of all calls, by signature.
+        task: everything except the arguments that the result depends on.
+        call: a known call of plain tensors on a GPU.
+        make_plan: returns the call's plan.
         record: captures the call.
     """
     device = call.device() if may_be_captured() else None
     if device is None:
         return None
-    where, *_ = around = surroundings(device)
-    key = what, around, *call.numbers, *call.kinds
+    where, *_ = context = replay_context(device)
+    key = task, context, *call.numbers, *call.kinds
     try:
         hash(key)
-    except TypeError:  # of a setting that is a list, say
+    except TypeError:  # for example a setting that is a list
         return None
-    graphs, due = held.find(key)
-    if due and held.capturing.acquire(blocking=False):
+    graphs, is_due = cache.find(key)
+    if is_due and cache.capturing.acquire(blocking=False):
         try:
-            if compute.may_be_replayed(plan()):
-                graphs = held.capture(key, where, lambda pool: record(where, pool))
+            if compute.may_be_replayed(make_plan()):
+                graphs = cache.capture(key, where, lambda pool: record(where, pool))
             else:
-                held.refuse(key)
+                cache.refuse(key)
         finally:
-            held.capturing.release()
+            cache.capturing.release()
     return graphs

@@ -1,9 +1,9 @@
 """The losses as autograd functions over a plan: for eager calls, and for torch.func's ``grad``, ``vjp``, ``jacrev``.
 
-``Loss`` serves eager calls without an operator's dispatch, which costs the host more than a small batch takes to
-compute. Its value is known before it is called; its gradients come from a plan (``PlannedBackward``) or from what a
-signature binds (``BoundLoss``). ``FunctionalLoss`` serves transforms, which need every tensor among the arguments and
-the results, at twice the cost. Forward mode, gradients of gradients and a map over calls raise an error.
+``Loss`` serves eager calls without an operator's dispatch, which takes the host longer than computing a small batch.
+The loss is computed before the function is applied; its gradients come from a plan (``PlannedBackward``) or from a
+bound signature (``BoundLoss``). ``FunctionalLoss`` serves transforms, which need every tensor among the arguments and
+the results, at twice the cost. Forward mode, gradients of gradients and ``vmap`` raise an error.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -26,19 +26,19 @@ from contrastile.schedules.problem import Problem
 from contrastile.validation import scalar
 
 _C: Any = torch._C
-# absent from a torch that has other names for them: then every call goes through the operators
-_KNOWN = eager.transforms_can_be_seen(torch)
+# False for a torch whose private names differ: then every call uses the operators
+_SEES_TRANSFORMS = eager.transforms_can_be_seen(torch)
 
 
 @eager.asked_while_tracing
-def transformed() -> bool:
-    """Whether a transform of torch.func is at work."""
-    return _KNOWN and bool(_C._are_functorch_transforms_active())
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is active."""
+    return _SEES_TRANSFORMS and bool(_C._are_functorch_transforms_active())
 
 
-def tangents(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether any of them carries a tangent: forward mode."""
-    # no level is open, as a rule
+def has_tangent(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether any of the tensors has a tangent, as in forward mode."""
+    # the usual case: no level of forward mode is open
     if getattr(forward_ad, "_current_level", 0) < 0:
         return False
     unpack: Any = forward_ad.unpack_dual
@@ -46,42 +46,42 @@ def tangents(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def eager_loss(plan: Plan, *, grad: bool) -> Tensor:
-    """The loss of an eager call; ``grad`` says whether a graph is recorded."""
+    """The loss of an eager call; ``grad`` says whether autograd records."""
     problem = plan.problem
-    # in inference mode autograd saves nothing, also where gradients are on
-    given, wanted = asked(problem, grad=grad and not torch.is_inference_mode_enabled())
-    value, *state = unrecorded(grad, compute.loss, plan, wanted)
+    # in inference mode autograd saves nothing, even if gradients are on
+    inputs, wanted = inputs_and_wanted(problem, grad=grad and not torch.is_inference_mode_enabled())
+    value, *state = without_recording(grad, compute.loss, plan, wanted)
     if wanted is None:
         return cast("Tensor", value)
-    # arrays are saved, and not held: autograd tells when one was written to, and frees them
-    form, needed = (plan.without_arrays(), problem.arrays()) if compute.is_whole(problem, state) else plan.split()
-    return recorded(PlannedBackward(form, wanted), value, (*state, *needed), given)
+    # save the arrays in autograd, which detects writes to them and frees them
+    form, arrays = (plan.without_arrays(), problem.arrays()) if compute.is_whole(problem, state) else plan.split()
+    return record_loss(PlannedBackward(form, wanted), value, (*state, *arrays), inputs)
 
 
-def asked(problem: Problem, *, grad: bool) -> tuple[Sequence[Any], local.Wanted | None]:
-    """What a loss is differentiable in, and which gradients will be asked for; None for none."""
-    given = problem.rows, problem.scale, problem.bias, *problem.columns
-    rows, scale, bias, *columns = needs = [grad and x is not None and x.requires_grad for x in given]
+def inputs_and_wanted(problem: Problem, *, grad: bool) -> tuple[Sequence[Any], local.Wanted | None]:
+    """The tensors that a loss is differentiable in, and the wanted gradients; None if no gradient is wanted."""
+    inputs = problem.rows, problem.scale, problem.bias, *problem.columns
+    rows, scale, bias, *columns = needs = [grad and x is not None and x.requires_grad for x in inputs]
     wanted = local.Wanted(rows, tuple(columns), scale, bias)
-    return given, wanted if any(needs) else None
+    return inputs, wanted if any(needs) else None
 
 
-def unrecorded(grad: bool, compute: Callable[..., Any], *args: Any) -> Any:
-    """``compute(*args)`` without recording; ``grad`` says whether autograd records now."""
+def without_recording(grad: bool, compute: Callable[..., Any], *args: Any) -> Any:
+    """``compute(*args)`` without recording; ``grad`` is the mode of autograd to restore."""
     try:
-        # in here: Ctrl-C may come as soon as it returns
+        # inside of ``try``: Ctrl-C may interrupt right after this call
         torch._C._set_grad_enabled(False)
         return compute(*args)
     finally:
         torch._C._set_grad_enabled(grad)
 
 
-def recorded(backward: Any, value: Any, saved: Sequence[Any], given: Sequence[Any]) -> Tensor:
-    """The value as a loss of the tensors that were given; ``backward`` computes their gradients from what is saved."""
-    # ``Function.apply`` takes as long again to look for a transform, and there is none
+def record_loss(backward: Any, value: Any, saved: Sequence[Any], inputs: Sequence[Any]) -> Tensor:
+    """The value as a differentiable loss of ``inputs``; ``backward`` computes their gradients from ``saved``."""
+    # skip ``Function.apply``, which doubles the time by looking for a transform: there is none
     function: Any = super(torch.autograd.Function, cast("Any", Loss))
-    # a tuple: autograd would take a tensor among the arguments for one that the loss depends on
-    return cast("Tensor", function.apply(backward, (value,), saved, *given))
+    # wrap the value in a tuple: autograd would treat a plain tensor as an input of the loss
+    return cast("Tensor", function.apply(backward, (value,), saved, *inputs))
 
 
 def functional_loss(plan: Plan) -> Tensor:
@@ -92,137 +92,137 @@ def functional_loss(plan: Plan) -> Tensor:
 
 
 class Loss(torch.autograd.Function):
-    """The loss of an eager call, whose value is known."""
+    """The loss of an eager call, whose value is already computed."""
 
     @staticmethod
-    def forward(ctx: Any, backward: Any, value: tuple[Tensor], saved: Sequence[Any], *given: Any) -> Tensor:
-        """The loss; ``given`` are the rows, the scale, the bias and the column blocks."""
-        ctx.computes = backward
+    def forward(ctx: Any, backward: Any, value: tuple[Tensor], saved: Sequence[Any], *inputs: Any) -> Tensor:
+        """The loss; ``inputs`` are the rows, the scale, the bias and the column blocks."""
+        ctx.gradient_source = backward
         ctx.save_for_backward(*saved)
         return value[0]
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         """The gradients, in the order of forward's arguments."""
-        arriving = operators.one_upstream(*upstream).resolve_neg()
+        gradient = operators.one_upstream(*upstream).resolve_neg()
         saved = ctx.saved_tensors
-        return None, None, None, *ctx.computes.gradients(saved, arriving)
+        return None, None, None, *ctx.gradient_source.gradients(saved, gradient)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedBackward:
-    """Computes gradients, by their plan without arrays, from what a loss has saved: the state, then those arrays."""
+    """Computes gradients by their plan without arrays from the saved tensors: the state, then the plan's arrays."""
 
     plan: Plan
     wanted: local.Wanted
 
-    def gradients(self, saved: Sequence[Any], upstream: Tensor) -> compute.Found:
-        """Those of the rows, the scale, the bias and the column blocks."""
+    def gradients(self, saved: Sequence[Any], upstream: Tensor) -> compute.Arrays:
+        """The gradients of the rows, the scale, the bias and the column blocks."""
         wanted = self.wanted
-        state, arrays = _parted(self.plan, saved)
+        state, arrays = _split_saved(self.plan, saved)
         plan = self.plan.with_arrays(arrays)
-        if not is_seen(upstream):
+        if not needs_function(upstream):
             return compute.gradients(plan, state, upstream, wanted)
         if compute.is_whole(plan.problem, state):
-            # an operator knows the primitives' state alone, and compilers get what lies behind it wrong
+            # operators take only the state of the primitives, so compute that state first
             plan = replace(plan, problem=replace(plan.problem, whole=None), form=None)
-            state = operators.restored(unrecorded(torch.is_grad_enabled(), operators.called, plan, wanted)[1])
+            state = operators.decode_none(without_recording(torch.is_grad_enabled(), operators.called, plan, wanted)[1])
             plan, arrays = plan.split()
         function: Any = LossGradients
-        given = function.apply(plan.without_arrays(), wanted, upstream, *state, *arrays)
-        return operators.only((wanted.rows, wanted.scale, wanted.bias, *wanted.columns), given)
+        results = function.apply(plan.without_arrays(), wanted, upstream, *state, *arrays)
+        return operators.select_wanted((wanted.rows, wanted.scale, wanted.bias, *wanted.columns), results)
 
 
 class BoundLoss:
-    """A backend's ``contract.Whole``, bound to a call signature: it is called with arrays and numbers alone.
+    """A backend's ``contract.Whole``, bound to a call signature: calls pass arrays and numbers alone.
 
     Args:
-        whole: the backend's.
-        plan: of a call of the signature; its features, scale and bias are the arguments of every other.
-        again: gives the plan of other arguments.
+        whole: the backend's ``Whole``.
+        plan: the plan of a call of the signature; other calls differ in the features, the scale and the bias.
+        make_plan: returns the plan of other arguments.
     """
 
-    def __init__(self, whole: contract.Whole, plan: Plan, again: Callable[[Sequence[Any]], Plan]) -> None:
+    def __init__(self, whole: contract.Whole, plan: Plan, make_plan: Callable[[Sequence[Any]], Plan]) -> None:
         problem = plan.problem
-        self._whole, self._again, self._bias = whole, again, problem.bias is not None
+        self._whole, self._make_plan, self._bias = whole, make_plan, problem.bias is not None
         self._library, self._state = plan.library, plan.library.dtype(problem.scale)
-        _, self._wanted = asked(problem, grad=True)
-        # no features are held
+        _, self._wanted = inputs_and_wanted(problem, grad=True)
+        # hold no features
         self._problem = replace(problem, rows=None, columns=(None,) * len(problem.columns), scale=None, bias=None)
 
-    def loss(self, given: Sequence[Any], *, grad: bool) -> Tensor | None:
-        """The loss of the signature's arguments; None where it is to be computed otherwise.
+    def loss(self, args: Sequence[Any], *, grad: bool) -> Tensor | None:
+        """The loss of these arguments; None if the backend's ``Whole`` does not compute it.
 
         Raises:
             ValueError: a number is not finite.
         """
-        rows, others, scale, bias, *_ = (*given, None)
-        scale, bias = self._number("scale", scale, rows), self._number("bias", bias, rows)
-        found = unrecorded(grad, self._whole.loss, self._problem, rows, others, scale, bias)
-        if found is None:
+        rows, others, scale, bias, *_ = (*args, None)
+        scale, bias = self._as_tensor("scale", scale, rows), self._as_tensor("bias", bias, rows)
+        result = without_recording(grad, self._whole.loss, self._problem, rows, others, scale, bias)
+        if result is None:
             return None
-        value, state = found
+        value, state = result
         if not grad or self._wanted is None:
             return cast("Tensor", value)
-        return recorded(self, value, (*state, rows, others, scale, bias), (rows, scale, bias, others))
+        return record_loss(self, value, (*state, rows, others, scale, bias), (rows, scale, bias, others))
 
-    def _number(self, name: str, x: Any, like: Tensor) -> Any:
+    def _as_tensor(self, name: str, x: Any, like: Tensor) -> Any:
         return x if x is None or isinstance(x, Tensor) else scalar(name, x, self._library, self._state, like)
 
-    def gradients(self, saved: Sequence[Any], upstream: Tensor) -> compute.Found:
+    def gradients(self, saved: Sequence[Any], upstream: Tensor) -> compute.Arrays:
         """See ``PlannedBackward.gradients``."""
         *state, rows, others, scale, bias = saved
         assert self._wanted is not None
-        if not is_seen(upstream):
-            found = self._whole.gradients(self._problem, rows, others, scale, state, upstream, self._wanted)
-            if found is not None:
-                return found
-        plan = self._again((rows, others, scale, bias)[: 3 + self._bias])
+        if not needs_function(upstream):
+            results = self._whole.gradients(self._problem, rows, others, scale, state, upstream, self._wanted)
+            if results is not None:
+                return results
+        plan = self._make_plan((rows, others, scale, bias)[: 3 + self._bias])
         planned = PlannedBackward(plan.without_arrays(), self._wanted)
-        # labels have none
+        # labels have no gradient
         return (*planned.gradients((*state, *plan.problem.arrays()), upstream), None)[:4]
 
 
-def _parted(plan: Plan, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+def _split_saved(plan: Plan, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     """Splits saved tensors into the state of the loss and the arrays of its plan."""
     first = len(tensors) - len(plan.problem.arrays())
     return tensors[:first], tensors[first:]
 
 
-def is_seen(upstream: Tensor) -> bool:
-    """Whether the gradients must be an autograd function: a derivative of them is asked for, or a mode is on."""
+def needs_function(upstream: Tensor) -> bool:
+    """Whether to compute gradients in an autograd function: for a derivative of them, or a mode or transform."""
     return torch.is_grad_enabled() or not eager.direct(torch, (upstream,))
 
 
 class Gradients(torch.autograd.Function):
-    """Gradients as an autograd function that refuses to be differentiated: see ``is_seen``."""
+    """Gradients as an autograd function that cannot be differentiated: see ``needs_function``."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is kept."""
+        """Save nothing."""
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        """Refused."""
+        """Raise RuntimeError."""
         raise operators.second_derivative()
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Refused."""
+        """Raise RuntimeError."""
         raise operators.second_derivative()
 
     @classmethod
-    def vmap(cls, info: Any, in_dims: Sequence[Any], *given: Any) -> Any:
+    def vmap(cls, info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
         """One upstream gradient after the other: ``jacrev`` asks for all at once."""
         call: Any = cls
 
-        def one(x: Any, dim: Any, i: int) -> Any:
+        def pick(x: Any, dim: Any, i: int) -> Any:
             return x.select(dim, i) if isinstance(x, Tensor) and dim is not None else x
 
-        each = [
-            call.apply(*(one(x, dim, i) for x, dim in zip(given, in_dims, strict=True))) for i in range(info.batch_size)
+        results = [
+            call.apply(*(pick(x, dim, i) for x, dim in zip(args, in_dims, strict=True))) for i in range(info.batch_size)
         ]
-        return tuple(torch.stack(found) for found in zip(*each, strict=True)), (0,) * len(each[0])
+        return tuple(torch.stack(gradients) for gradients in zip(*results, strict=True)), (0,) * len(results[0])
 
 
 class FunctionalLoss(torch.autograd.Function):
@@ -230,47 +230,49 @@ class FunctionalLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(plan: Plan, *arrays: Any) -> tuple[Tensor, ...]:
-        """The loss and what its gradients need, all of them: which transform will ask for which is not known here."""
-        whole = plan.with_arrays(arrays)
-        if whole.problem.traceable:
-            loss, state = operators.called(whole, local.Wanted.every(whole.problem))
+        """The loss, and the state for all gradients: which gradients a transform will want is not known here."""
+        filled = plan.with_arrays(arrays)
+        if filled.problem.traceable:
+            loss, state = operators.called(filled, local.Wanted.every(filled.problem))
             return loss, *state
-        found = compute.loss(whole, local.Wanted.every(whole.problem) if plan.problem.kind == "sigmoid" else None)
-        given = set(map(id, arrays))
-        # the state of a replicated loss has the scale itself, and autograd saves no argument that is a result
-        return tuple(x.view_as(x) if id(x) in given else x for x in operators.filled(found, whole.problem.scale))
+        results = compute.loss(filled, local.Wanted.every(filled.problem) if plan.problem.kind == "sigmoid" else None)
+        ids = set(map(id, arrays))
+        # a replicated loss returns the scale in its state, and autograd saves no result that is an argument
+        return tuple(x.view_as(x) if id(x) in ids else x for x in operators.encode_none(results, filled.problem.scale))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """The arrays that the gradients read, and all results but the loss."""
+        """Save the arrays that the gradients read, and all results except the loss."""
         plan, *arrays = inputs
-        whole = plan.with_arrays(arrays)
-        ctx.empty, ctx.wanted = plan.problem, local.Wanted.every(whole.problem)
-        ctx.plan, needed = whole.split()
-        ctx.save_for_backward(*output[1:], *needed)
+        filled = plan.with_arrays(arrays)
+        ctx.problem, ctx.wanted = plan.problem, local.Wanted.every(filled.problem)
+        ctx.plan, saved = filled.split()
+        ctx.save_for_backward(*output[1:], *saved)
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         """The gradients, in the order of forward's arguments."""
         _, *flags = ctx.needs_input_grad
-        # each array's flag, where the array would stand
-        needs, wanted = ctx.empty.with_arrays(flags), ctx.wanted
+        # a problem with each array's flag in the place of the array
+        needs, wanted = ctx.problem.with_arrays(flags), ctx.wanted
         if needs.kind != "sigmoid":
             wanted = local.Wanted(needs.rows, needs.columns, needs.scale)
         function: Any = LossGradients
-        given = function.apply(ctx.plan, wanted, upstream[0], *ctx.saved_tensors)
-        rows, scale, bias, *columns = operators.only((needs.rows, needs.scale, needs.bias, *needs.columns), given)
-        return None, *replace(ctx.empty, rows=rows, scale=scale, bias=bias, columns=tuple(columns)).arrays()
+        results = function.apply(ctx.plan, wanted, upstream[0], *ctx.saved_tensors)
+        rows, scale, bias, *columns = operators.select_wanted(
+            (needs.rows, needs.scale, needs.bias, *needs.columns), results
+        )
+        return None, *replace(ctx.problem, rows=rows, scale=scale, bias=bias, columns=tuple(columns)).arrays()
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Refused."""
+        """Raise RuntimeError."""
         raise operators.forward_mode()
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *given: Any) -> Any:
-        """Refused."""
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        """Raise RuntimeError."""
         raise RuntimeError(
             f"contrastile::loss must be called with one batch at a time, got {info.batch_size} of them under "
             "torch.func.vmap; call the loss in a loop"
@@ -282,10 +284,10 @@ class LossGradients(Gradients):
 
     @staticmethod
     def forward(plan: Plan, wanted: local.Wanted, upstream: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-        """The gradients of the rows, the scale, the bias and the column blocks; ``tensors`` are what was saved."""
-        state, arrays = _parted(plan, tensors)
-        whole = plan.with_arrays(arrays)
-        if whole.problem.traceable:
-            return tuple(operators.gradients_called(whole, state, upstream, wanted))
-        found = compute.gradients(whole, operators.restored(state), upstream, wanted)
-        return tuple(operators.filled(found, whole.problem.scale))
+        """The gradients of the rows, the scale, the bias and the column blocks; ``tensors`` are the saved tensors."""
+        state, arrays = _split_saved(plan, tensors)
+        filled = plan.with_arrays(arrays)
+        if filled.problem.traceable:
+            return tuple(operators.gradients_called(filled, state, upstream, wanted))
+        results = compute.gradients(filled, operators.decode_none(state), upstream, wanted)
+        return tuple(operators.encode_none(results, filled.problem.scale))
