@@ -27,8 +27,8 @@ def test_a_fused_search_gives_the_results_of_a_tiled_one(monkeypatch: pytest.Mon
     rows[3], columns[::5] = 0, columns[2].clone()
     spoiled = rows.clone()
     spoiled[7] = torch.nan
-    assert retrieval._fused(rows, columns, 5) is not None
-    assert retrieval._fused(spoiled, columns, 5) is None
+    assert retrieval._fused_search(rows, columns, 5) is not None
+    assert retrieval._fused_search(spoiled, columns, 5) is None
     positives, ids = integers(0, n, m), {"row_ids": integers(0, 9, m), "column_ids": integers(0, 9, n)}
     limits: Any = {"range_min": 2, "min_score": -3.0, "max_score": 9.0, "relative_margin": 0.25}
     for pairs, options, x in (({}, {}, rows), ({"positives": positives}, limits, spoiled), (ids, limits, rows)):

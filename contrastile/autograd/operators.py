@@ -1,9 +1,9 @@
-"""The two ``torch.library`` operators, for those who must see one: compilers, tracers, modes, ``opcheck``.
+"""The two ``torch.library`` operators, which compilers, tracers, modes and ``opcheck`` need.
 
-``contrastile::loss`` and ``contrastile::gradients``, of a process alone. The gradients are an operator of their own, so
-that differentiating twice is refused instead of taking what was saved for constants. An operator takes typed numbers
-and texts, of which it makes the plan, and always gives tensors: an empty one of four dimensions for None. On a GPU a
-small call that repeats is replayed from a CUDA graph of its own.
+``contrastile::loss`` and ``contrastile::gradients`` serve calls without a group. The gradients are a separate operator,
+so that differentiating twice raises an error instead of treating saved tensors as constants. An operator takes typed
+numbers and strings, from which it makes the plan, and always returns tensors: an empty tensor of four dimensions stands
+for None. On a GPU a small call that repeats is replayed from its own CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from contrastile import compute
-from contrastile.autograd.arguments import Call, graphs_of
+from contrastile.autograd.arguments import Call, find_graphs
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Options
 from contrastile.backends.objectives import STATISTICS
@@ -26,11 +26,11 @@ from contrastile.schedules import local
 from contrastile.schedules.problem import VECTORS, Problem
 
 LSES = 4
-"""What a softmax loss of a process alone leaves for its gradients, beside what is kept: log-sum-exps."""
+"""The number of log-sum-exps in the state of a softmax loss without a group; kept exponentials come after them."""
 
 
 def forward_mode() -> RuntimeError:
-    """The error for a tangent, which torch would take for 0."""
+    """The error for a tangent, which torch would treat as 0."""
     return RuntimeError(
         "contrastile::loss must be differentiated in reverse mode, got forward mode (torch.func.jvp, jacfwd, "
         "linearize, torch.autograd.forward_ad); use backward(), torch.func.grad or vjp"
@@ -46,10 +46,10 @@ def second_derivative() -> RuntimeError:
 
 
 def one_upstream(upstream: Tensor) -> Tensor:
-    """The upstream gradient; raise RuntimeError if it is a batch of them under torch's older, autograd's own vmap."""
-    # a compiler that goes backward has no batch, and cannot ask
-    known = None if torch.compiler.is_compiling() else getattr(torch._C, "_functorch", None)
-    if known is not None and known.is_legacy_batchedtensor(upstream):
+    """The upstream gradient; raise RuntimeError for a batch of upstream gradients of autograd's legacy vmap."""
+    # a compiler never has a batch here, and cannot trace the test
+    functorch = None if torch.compiler.is_compiling() else getattr(torch._C, "_functorch", None)
+    if functorch is not None and functorch.is_legacy_batchedtensor(upstream):
         raise RuntimeError(
             "contrastile::gradients must be given one upstream gradient at a time, got a batch of them "
             "(is_grads_batched, vectorize=True); call autograd.grad in a loop, or torch.func.jacrev"
@@ -57,39 +57,39 @@ def one_upstream(upstream: Tensor) -> Tensor:
     return upstream
 
 
-def filled(found: compute.Found, like: Tensor) -> list[Tensor]:
-    """What was found, with an empty tensor of four dimensions for None: nothing else has so many."""
-    return [like.new_empty(0, 0, 0, 0) if x is None else x for x in found]
+def encode_none(results: compute.Arrays, like: Tensor) -> list[Tensor]:
+    """The results with an empty tensor of four dimensions for None; no other result has four dimensions."""
+    return [like.new_empty(0, 0, 0, 0) if x is None else x for x in results]
 
 
-def restored(found: compute.Found) -> list[Tensor | None]:
-    """What ``filled`` was given."""
-    return [None if x is None or x.ndim == 4 else x for x in found]
+def decode_none(tensors: compute.Arrays) -> list[Tensor | None]:
+    """The inverse of ``encode_none``."""
+    return [None if x is None or x.ndim == 4 else x for x in tensors]
 
 
-def only(wants: Sequence[bool], given: Sequence[Tensor]) -> list[Tensor | None]:
-    """What autograd is to have of the gradients: None for the empty ones."""
-    return [x if want else None for x, want in zip(given, wants, strict=True)]
+def select_wanted(wanted: Sequence[bool], gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients for autograd: None for each unwanted gradient."""
+    return [x if is_wanted else None for x, is_wanted in zip(gradients, wanted, strict=True)]
 
 
 def called(plan: Plan, wanted: local.Wanted) -> tuple[Tensor, list[Tensor]]:
-    """The first operator of a plan."""
+    """Call the operator ``loss`` with a plan."""
     problem = plan.problem
-    given = problem.rows, problem.columns, problem.scale, problem.bias, problem.vectors
-    return cast("tuple[Tensor, list[Tensor]]", loss(*given, *settings_of(plan), wanted.flags))
+    arrays = problem.rows, problem.columns, problem.scale, problem.bias, problem.vectors
+    return cast("tuple[Tensor, list[Tensor]]", loss(*arrays, *settings_of(plan), wanted.flags))
 
 
-def gradients_called(plan: Plan, state: compute.Found, upstream: Tensor, wanted: local.Wanted) -> list[Tensor]:
-    """The second one: gradients of the rows, the scale, the bias and each column block."""
+def gradients_called(plan: Plan, state: compute.Arrays, upstream: Tensor, wanted: local.Wanted) -> list[Tensor]:
+    """Call the operator ``gradients`` with a plan: gradients of the rows, the scale, the bias and each column block."""
     problem = plan.problem
-    needed = filled(state[:LSES] if problem.kind != "sigmoid" else state, problem.scale)
-    given = problem.rows, problem.columns, problem.scale, problem.vectors
-    rows, columns, scale, bias = gradients(upstream, needed, *given, *settings_of(plan), wanted.flags)
+    tensors = encode_none(state[:LSES] if problem.kind != "sigmoid" else state, problem.scale)
+    arrays = problem.rows, problem.columns, problem.scale, problem.vectors
+    rows, columns, scale, bias = gradients(upstream, tensors, *arrays, *settings_of(plan), wanted.flags)
     return [rows, scale, bias, *columns]
 
 
 def settings_of(plan: Plan) -> tuple[Any, ...]:
-    """The numbers and texts of a plan, in the operators' order; no tile is (0, 0)."""
+    """The numbers and strings of a plan, in the operators' order; (0, 0) stands for no tile."""
     options, problem = plan.options, plan.problem
     form = problem.kind, problem.match, problem.margin, problem.smoothing
     return *form, plan.name, *(options.tile or (0, 0)), options.precision, options.workspace
@@ -103,7 +103,7 @@ def _plan(
     vectors: Sequence[Tensor | None],
     settings: Sequence[Any],
 ) -> Plan:
-    """The plan that a caller's ``settings_of`` came from."""
+    """The plan from its arrays and its ``settings_of``."""
     kind, match, margin, smoothing, backend, tile_rows, tile_columns, precision, workspace = settings
     form = Problem(rows, (), scale, None, None, kind=kind, match=match, margin=margin, smoothing=smoothing)
     options = Options((tile_rows, tile_columns) if tile_rows else None, precision, workspace)
@@ -128,11 +128,11 @@ class Operation(Captured):
 
     def __init__(self, where: Where, pool: Pool, call: Call, launch: Callable[..., Sequence[Tensor]]) -> None:
         super().__init__(where, pool, call.tensors)
-        given, _ = call.with_tensors(self.places)
-        (self._graph,), (self._out,) = record(where, [lambda: launch(*given)], pool)
+        args, _ = call.with_tensors(self.places)
+        (self._graph,), (self._out,) = record(where, [lambda: launch(*args)], pool)
 
     def results(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What the operator gives of these tensors."""
+        """The operator's results for these tensors."""
         with self.pool.lock:
             self.copy(tensors)
             self._graph.replay()
@@ -143,30 +143,30 @@ class Operation(Captured):
 OPERATIONS: Signatures[Operation] = Signatures()
 
 
-def _computed(plan_of: Callable[..., tuple[Plan, Callable[[], compute.Found]]], *given: Any) -> Sequence[Tensor]:
-    """What an operator gives, by kernels that are launched, or from a graph.
+def _run(prepare: Callable[..., tuple[Plan, Callable[[], compute.Arrays]]], *args: Any) -> Sequence[Tensor]:
+    """The results of an operator, by launching its kernels or replaying its graph.
 
     Args:
-        plan_of: of what the operator is given, the plan and what computes the results.
-        *given: the first one is a tensor of the device.
+        prepare: returns the plan and the function that computes the results, from the operator's arguments.
+        *args: the operator's arguments; the first is a tensor on the device.
     """
 
-    def launched(*given: Any) -> list[Tensor]:
-        plan, results = plan_of(*given)
-        # as compilers are told
-        return [x.contiguous() for x in filled(results(), plan.problem.scale)]
+    def launch(*args: Any) -> list[Tensor]:
+        plan, compute_results = prepare(*args)
+        # contiguous, as the fake kernels tell compilers
+        return [x.contiguous() for x in encode_none(compute_results(), plan.problem.scale)]
 
-    call = Call(given, {}, grad=False) if given[0].is_cuda else None
-    if call is None or not call.known:
-        return launched(*given)
-    make = lambda where, pool: Operation(where, pool, call, launched)  # noqa: E731
-    graph = graphs_of(OPERATIONS, plan_of, call, lambda: plan_of(*given)[0], make)
-    return launched(*given) if graph is None else graph.results(call.tensors)
+    call = Call(args, {}, grad=False) if args[0].is_cuda else None
+    if call is None or not call.is_known:
+        return launch(*args)
+    make_graph = lambda where, pool: Operation(where, pool, call, launch)  # noqa: E731
+    graph = find_graphs(OPERATIONS, prepare, call, lambda: prepare(*args)[0], make_graph)
+    return launch(*args) if graph is None else graph.results(call.tensors)
 
 
-def _to_loss(
+def _prepare_loss(
     rows: Tensor, columns: Sequence[Tensor], scale: Tensor, bias: Any, vectors: Any, kind: str, *others: Any
-) -> tuple[Plan, Callable[[], compute.Found]]:
+) -> tuple[Plan, Callable[[], compute.Arrays]]:
     *settings, wants = others
     plan = _plan(rows, columns, scale, bias, vectors, (kind, *settings))
     if kind == "sigmoid":
@@ -174,28 +174,28 @@ def _to_loss(
     return plan, lambda: compute.loss(plan)[: 1 + LSES]
 
 
-def _to_gradients(
+def _prepare_gradients(
     upstream: Tensor, state: Sequence[Tensor], rows: Tensor, columns: Any, scale: Tensor, vectors: Any, *others: Any
-) -> tuple[Plan, Callable[[], compute.Found]]:
+) -> tuple[Plan, Callable[[], compute.Arrays]]:
     *settings, wants = others
     plan = _plan(rows, columns, scale, None, vectors, settings)
-    return plan, lambda: compute.gradients(plan, restored(state), upstream, local.Wanted.of(wants))
+    return plan, lambda: compute.gradients(plan, decode_none(state), upstream, local.Wanted.of(wants))
 
 
 @torch.library.custom_op("contrastile::loss", mutates_args=(), schema=_LOSS)
-def loss(*given: Any) -> tuple[Tensor, list[Tensor]]:
-    """The loss and what its gradients need: ``LSES``, or of a sigmoid loss the sums of those that are wanted.
+def loss(*args: Any) -> tuple[Tensor, list[Tensor]]:
+    """The loss and the state for its gradients: ``LSES`` log-sum-exps, or a sigmoid loss's sums of wanted gradients.
 
-    Nothing is kept: how much that is depends on the GPU, and a compiler must know every size.
+    No exponentials are kept: their size depends on the GPU, and a compiler must know every size.
     """
-    value, *state = _computed(_to_loss, *given)
+    value, *state = _run(_prepare_loss, *args)
     return value, state
 
 
 @torch.library.custom_op("contrastile::gradients", mutates_args=(), schema=_GRADIENTS)
-def gradients(*given: Any) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+def gradients(*args: Any) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     """Gradients of ``upstream * loss`` for the rows, each column block, the scale and the bias."""
-    d_rows, d_scale, d_bias, *d_columns = _computed(_to_gradients, *given)
+    d_rows, d_scale, d_bias, *d_columns = _run(_prepare_gradients, *args)
     return d_rows, d_columns, d_scale, d_bias
 
 
@@ -203,22 +203,22 @@ def gradients(*given: Any) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
 def _fake_loss(rows: Tensor, columns: Sequence[Tensor], scale: Tensor, *others: Any) -> tuple[Tensor, list[Tensor]]:
     _, vectors, kind, *settings, wants = others
     state: list[Tensor | None] = []
-    of_columns = None if vectors[2] is None else sum(x.shape[0] for x in columns)
+    column_count = None if vectors[2] is None else sum(x.shape[0] for x in columns)
     backend = load(settings[3])
     state_dtype = backend.state(library_of(rows).dtype(rows))
     if kind != "sigmoid":
-        pairs = (2,) if backend.compensated and state_dtype == "float64" else ()
-        for count in (rows.shape[0], rows.shape[0], of_columns, of_columns):
-            state.append(None if count is None else scale.new_empty((count, *pairs), dtype=torch.float64))
+        pair = (2,) if backend.compensated and state_dtype == "float64" else ()
+        for count in (rows.shape[0], rows.shape[0], column_count, column_count):
+            state.append(None if count is None else scale.new_empty((count, *pair), dtype=torch.float64))
     elif any(wants):
-        first, *of_blocks, of_scale, _ = wants
-        pairs_of = zip((rows, *columns), (first or of_scale, *of_blocks), strict=True)
-        sums = [x.new_empty(x.shape, dtype=getattr(torch, state_dtype)) if want else None for x, want in pairs_of]
+        wants_rows, *wants_columns, wants_scale, _ = wants
+        pairs = zip((rows, *columns), (wants_rows or wants_scale, *wants_columns), strict=True)
+        sums = [x.new_empty(x.shape, dtype=getattr(torch, state_dtype)) if want else None for x, want in pairs]
         state = [scale.new_empty((), dtype=torch.float64), *sums]
     value = torch.empty_like(scale)
     if kind == STATISTICS:
-        value = scale.new_empty((3, rows.shape[0] + (of_columns or 0)), dtype=torch.float64)
-    return value, filled(state, scale)
+        value = scale.new_empty((3, rows.shape[0] + (column_count or 0)), dtype=torch.float64)
+    return value, encode_none(state, scale)
 
 
 @gradients.register_fake
@@ -228,24 +228,24 @@ def _fake_gradients(
     _, kind, *_, wants = others
     # contiguous, whatever the features' strides are
     shapes = [x.shape for x in (rows, *(columns if kind != "sigmoid" else state[2:]))]
-    *features, of_scale, of_bias = wants
-    found = [rows.new_empty(shape) if want else None for shape, want in zip(shapes, features, strict=True)]
-    numbers = [torch.empty_like(scale) if want else None for want in (of_scale, of_bias)]
-    d_rows, *d_columns, d_scale, d_bias = filled([*found, *numbers], scale)
+    *wants_features, wants_scale, wants_bias = wants
+    features = [rows.new_empty(shape) if want else None for shape, want in zip(shapes, wants_features, strict=True)]
+    numbers = [torch.empty_like(scale) if want else None for want in (wants_scale, wants_bias)]
+    d_rows, *d_columns, d_scale, d_bias = encode_none([*features, *numbers], scale)
     return d_rows, d_columns, d_scale, d_bias
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    """Keep the state, and what the gradients read of the problem as it came."""
+    """Save the state, and the problem's arrays that the gradients read."""
     rows, columns, scale, bias, vectors, *ctx.settings, _ = inputs
-    needed = _plan(rows, columns, scale, bias, vectors, ctx.settings).problem.for_gradients()
-    ctx.save_for_backward(*output[1], *needed.arrays())
+    problem = _plan(rows, columns, scale, bias, vectors, ctx.settings).problem.for_gradients()
+    ctx.save_for_backward(*output[1], *problem.arrays())
     ctx.count = len(output[1])
 
 
 def _backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     wants = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1], ctx.needs_input_grad[2], ctx.needs_input_grad[3]]
-    # once: checkpoints give them one time
+    # read once: checkpointing allows only one read
     saved = ctx.saved_tensors
     state, (rows, scale, _, *others) = saved[: ctx.count], saved[ctx.count :]
     vectors, columns = others[: len(VECTORS)], others[len(VECTORS) :]
@@ -254,15 +254,15 @@ def _backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
             "a sigmoid loss that is to be trained must be traced or exported with inputs that require gradients, got "
             "none that did; export it with them"
         )
-    given = one_upstream(upstream), state, rows, columns, scale, vectors
-    d_rows, d_columns, *numbers = gradients(*given, *ctx.settings, wants)
-    of_rows, *of_columns, of_scale, of_bias = only(wants, [d_rows, *d_columns, *numbers])
-    return of_rows, of_columns, of_scale, of_bias, *[None] * (2 + len(ctx.settings))
+    args = one_upstream(upstream), state, rows, columns, scale, vectors
+    d_rows, d_columns, *numbers = gradients(*args, *ctx.settings, wants)
+    grad_rows, *grad_columns, grad_scale, grad_bias = select_wanted(wants, [d_rows, *d_columns, *numbers])
+    return grad_rows, grad_columns, grad_scale, grad_bias, *[None] * (2 + len(ctx.settings))
 
 
-def _refused(ctx: Any, *upstream: Any) -> Any:
+def _refuse(ctx: Any, *upstream: Any) -> Any:
     raise second_derivative()
 
 
 loss.register_autograd(_backward, setup_context=_save)
-gradients.register_autograd(_refused)
+gradients.register_autograd(_refuse)

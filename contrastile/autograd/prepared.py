@@ -1,8 +1,8 @@
-"""Prepared calls: what depends on a call's signature alone is checked, chosen and made once per signature.
+"""Prepared calls: checks, choices and vectors that depend on a call's signature alone are made once per signature.
 
-The signature is everything but the values of tensors and numbers: the loss, the settings, dtypes, shapes, devices,
-which gradients are wanted, autocast's dtype, the stream. In a call of a known signature only values can be wrong. Its
-plan is made of them, of the constant vectors that an earlier call made, and of the backend and options that it chose.
+The signature is everything except the values of tensors and numbers: the loss, the settings, dtypes, shapes, devices,
+the wanted gradients, autocast's dtype, the stream. In a call of a known signature only values can be wrong. Its plan
+combines these values with an earlier call's constant vectors, backend and options.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from contrastile.schedules.handshake import Handshake
 from contrastile.validation import Known
 
 MOST = 32
-"""Signatures held; the oldest is dropped first. Each holds O(b) numbers."""
+"""The largest number of stored signatures, each with O(b) numbers; the oldest is dropped first."""
 
 Make = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
-"""Takes a loss's builder, the settings, and the loss's own arguments."""
+"""A function of a loss's builder, the settings, and the loss's own ``args`` and ``kwargs``."""
 
 
 class Prepared:
-    """A signature's checks, constant vectors and choices, from the plan of its first call."""
+    """A signature's checks, constant vectors, backend and options, from the plan of its first call."""
 
     def __init__(self, plan: Plan, build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         known = Known(plan.library, plan.problem.rows.dtype)
@@ -43,14 +43,14 @@ class Prepared:
         self._settings = plan.name, plan.options, plan.library, form
         self.bound: functions.BoundLoss | None = None
         problem, whole = plan.problem, compute.whole_of(plan.problem, plan.library, plan.backend, plan.options)
-        given = problem.rows, problem.others, problem.scale, problem.bias
-        # its arguments are the problem's arrays as they are, or numbers
-        alike = (x is y or type(y) in (int, float) for x, y in zip(given, (*args, None), strict=False))
-        if whole is not None and all(alike):
+        arrays = problem.rows, problem.others, problem.scale, problem.bias
+        # a bound call needs arguments that are numbers or the problem's own arrays
+        are_arguments = (x is y or type(y) in (int, float) for x, y in zip(arrays, (*args, None), strict=False))
+        if whole is not None and all(are_arguments):
             self.bound = functions.BoundLoss(whole, plan, lambda args: self.plan(build, args, kwargs))
 
     def plan(self, build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
-        """The plan of another call.
+        """The plan of another call of the signature.
 
         Raises:
             ValueError: a value is wrong.
@@ -59,33 +59,33 @@ class Prepared:
 
 
 def plain_call(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
-    """The arguments of a plain eager call; None for one whose signature cannot be told."""
+    """The arguments of a plain eager call; None for another call, or one whose signature is unknown."""
     if torch.compiler.is_compiling():
         return None
     call = Call(args, kwargs, torch.is_grad_enabled())
-    if not call.known or not eager.direct(torch, ()) or functions.tangents(call.tensors):
+    if not call.is_known or not eager.direct(torch, ()) or functions.has_tangent(call.tensors):
         return None
-    # later calls may save the vectors that are made now for their backward: inference tensors cannot be saved
+    # in inference mode the constant vectors would be inference tensors, which later calls cannot save for backward
     return None if torch.is_inference_mode_enabled() else call
 
 
 def signature(build: Hashable, settings: Any) -> tuple[Hashable, ...]:
-    """What is computed, and how: to a dict 1, 1.0 and True are one key."""
+    """The builder, and the settings with their types, because 1, 1.0 and True are equal keys of a dict."""
     sides = map(type, settings["tile"]) if type(settings.get("tile")) is tuple else ()
     return build, *settings.items(), *map(type, settings.values()), *sides
 
 
 def replayed(
-    what: Hashable, settings: Any, args: Sequence[Any], make: Callable[..., Any], launch: Callable[..., Tensor]
+    task: Hashable, settings: Any, args: Sequence[Any], make: Callable[..., Any], launch: Callable[..., Tensor]
 ) -> Tensor | None:
-    """What ``launch`` gives of tensors on a GPU, differentiable, from graphs; None where it is to be launched.
+    """The differentiable result of ``launch`` for tensors on a GPU, from CUDA graphs; None if the caller must launch.
 
     See ``Steps.loss``.
     """
     call = plain_call(args, {})
     if call is None or not getattr(args[0], "is_cuda", False) or not is_plain():
         return None
-    return steps.STEPS.loss(signature(what, settings), call, make, launch)
+    return steps.STEPS.loss(signature(task, settings), call, make, launch)
 
 
 class Calls:
@@ -104,10 +104,10 @@ class Calls:
         make: Make,
         launch: Make,
     ) -> Tensor | None:
-        """The loss of a plain eager call, differentiable; None for a call whose signature cannot be told.
+        """The differentiable loss of a plain eager call; None for another call, or one whose signature is unknown.
 
-        ``build`` makes the problem of ``args``, the features first, and ``kwargs``; ``make`` gives the plan, first of
-        what it gives, and ``launch`` the loss. The settings are of a process alone.
+        ``build`` builds the problem from ``args``, the features first, and ``kwargs``. ``make`` returns the plan as its
+        first result, and ``launch`` the loss. The settings have no group.
 
         Raises:
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError: see ``contrastile.clip_loss``.
@@ -115,22 +115,22 @@ class Calls:
         call = plain_call(args, kwargs)
         if call is None:
             return None
-        grad, what, stream, kind = call.grad, signature(build, settings), None, "cpu"
+        grad, task, stream, device_type = call.grad, signature(build, settings), None, "cpu"
         if getattr(args[0], "is_cuda", False):
-            # a graph under capture has its own memory, which is written on replay
+            # under capture, memory belongs to the graph, whose replays write to it
             if not is_plain():
                 return None
-            loss = steps.STEPS.loss(what, call, partial(make, build, settings), partial(launch, build, settings))
+            loss = steps.STEPS.loss(task, call, partial(make, build, settings), partial(launch, build, settings))
             if loss is not None:
                 return loss
-            stream, kind = torch._C._cuda_getCurrentRawStream(args[0].get_device()), "cuda"
+            stream, device_type = torch._C._cuda_getCurrentRawStream(args[0].get_device()), "cuda"
         elif not args[0].is_cpu:
             return None
-        cast_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        key = what, stream, cast_to, os.environ.get(KEEP), *call.kinds
+        cast_to = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+        key = task, stream, cast_to, os.environ.get(KEEP), *call.kinds
         try:
             prepared = self.prepared.get(key)
-        except TypeError:  # of a setting that is a list, say
+        except TypeError:  # for example a setting that is a list
             return None
         plan = None
         if prepared is None:
