@@ -1,8 +1,7 @@
-"""Contrastive losses at any batch size: exact, memory linear in the batch, held to a float64 oracle.
+"""Contrastive losses at any batch size: exact, memory linear in the batch, verified against a float64 oracle.
 
-``import contrastile`` imports nothing heavy: torch and the backends are loaded when a loss is first called, and the
-subpackages ``backends``, ``comm``, ``nn``, ``oracle``, ``retrieval``, ``schedules``, ``training`` and ``verify`` when
-they are first named.
+``import contrastile`` is fast: the first call of a loss loads torch and the backends, and the first access loads the
+subpackages ``backends``, ``comm``, ``nn``, ``oracle``, ``retrieval``, ``schedules``, ``training`` and ``verify``.
 """
 
 import importlib

@@ -1,8 +1,7 @@
-"""``contrastile plan``: what a batch takes on each GPU, the loss and the encoders apart, and how to make it fit.
+"""``contrastile plan``: the memory of a batch on each GPU, for the loss and for the encoders, and how to make it fit.
 
-Nothing is computed and nothing is allocated. The backend, the exchange and the sizes of chunks and blocks are those
-that a call would take: the functions that decide then are asked here. Bytes are added up from the schedules' matrices
-and the backends' own ``footprint``.
+The command computes and allocates nothing. The functions that choose the backend, the exchange and the sizes of chunks
+and blocks of a call choose them here too. Bytes are the sum of the schedules' matrices and the backends' ``footprint``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from contrastile.schedules.timing import Machine, Ranks, choose_exchange
 
 MIB = 2**20
 PLANNED = 0.9
-"""The share of a device's memory that is planned with: the rest is for what its libraries and its allocator keep."""
+"""The share of a device's memory to plan with: its libraries and its allocator keep the rest."""
 
 _RANGES: dict[str, tuple[float, float]] = {
     "batch": (1, 2**40),
@@ -41,7 +40,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "gbs_across": (0.001, 1e9),
     "host_ms": (0, 1e9),
 }
-"""The smallest and the largest value of each option: nobody has more, and every sum of bytes can be printed."""
+"""The smallest and the largest value of each option, within which every sum of bytes can be printed."""
 
 _MACHINE = {
     "tflops": "TFLOP/s of a GPU, as it computes the loss alone",
@@ -49,15 +48,15 @@ _MACHINE = {
     "gbs_across": "GB/s of a GPU to other hosts",
     "host_ms": "ms in which the host queues a block, 0 in a CUDA graph",
 }
-"""What the model of time assumes, by its name in ``Machine``."""
+"""The assumptions of the model of time, by the names of ``Machine``'s fields."""
 
 _NUMBERS = 28
-"""Bytes of each row and column: N and P in float64, a weight, a target and a positive."""
+"""Bytes of numbers per row or column: N and P in float64, a weight, a target and a positive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is to be trained, as ``add_arguments`` says of each, and what the model of time assumes."""
+    """What to train, with the options of ``add_arguments``, and the assumptions of the model of time."""
 
     batch: int
     dim: int
@@ -73,23 +72,23 @@ class Setup:
 
     @property
     def hosts(self) -> int:
-        """How many hosts the GPUs are in."""
+        """The number of hosts that hold the GPUs."""
         return -(-self.gpus // min(self.gpus, self.per_host or self.gpus))
 
     @property
     def ranks(self) -> Ranks:
-        """What every rank has, as the model of time takes it."""
+        """The ranks and their rows, for the model of time."""
         return Ranks(self.hosts, -(-self.gpus // self.hosts), self.rows, self.dim, ITEMSIZE[self.dtype])
 
     @property
     def rows(self) -> int:
-        """Pairs of the GPU that has most."""
+        """The largest number of pairs on a GPU."""
         return -(-self.batch // self.gpus)
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One use of memory: what it is for, its bytes on each GPU, and where they come from."""
+    """One use of memory: its purpose, its bytes on each GPU, and their origin."""
 
     what: str
     bytes: int
@@ -98,7 +97,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to run the step, with so many samples encoded at a time, and what is alive on each GPU at its peak."""
+    """One way to run the step: the samples that it encodes at a time, and the memory on each GPU at its peak."""
 
     name: str
     bytes: int
@@ -109,12 +108,12 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the loss and its gradients take with an exchange, by the model of ``schedules.timing``.
+    """The time and memory of the loss and its gradients with an exchange, by the model of ``schedules.timing``.
 
     Attributes:
-        share: how much of the step its products take.
-        bytes: on each GPU, beyond the embeddings.
-        hidden_from: the batch from which products take ``timing.HIDDEN`` of the step; None for none.
+        share: the share of the step's time that matrix products take.
+        bytes: bytes on each GPU, beyond the embeddings.
+        hidden_from: the smallest batch whose products take ``timing.HIDDEN`` of the step; None if there is none.
     """
 
     exchange: str
@@ -126,13 +125,13 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The answer.
+    """The answer of ``contrastile plan``.
 
     Attributes:
-        exchange: "local", or one of ``placement.SCHEDULES``; and the reason.
-        loss: what the loss takes beyond the embeddings, gradients included.
+        exchange: "local", or one of ``placement.SCHEDULES``; ``reason`` says why.
+        loss: the memory of the loss and its gradients, beyond the embeddings.
         ways: the step with all activations, in chunks, and in chunks with the embeddings on the host.
-        estimates: of each exchange; empty for one GPU.
+        estimates: the estimate of each exchange; empty for one GPU.
     """
 
     backend: str
@@ -149,16 +148,16 @@ class Capacity:
 
 
 def total(items: Sequence[Item]) -> int:
-    """Bytes of all of them."""
-    return sum(each.bytes for each in items)
+    """The sum of the items' bytes."""
+    return sum(item.bytes for item in items)
 
 
 def capacity(setup: Setup) -> Capacity:
-    """What fits, and why.
+    """Plan a setup: its backend, its exchange, and the ways to run the step.
 
     Raises:
         ValueError, BackendUnavailableError, TypeError: see ``registry.load``.
-        CannotRunError: the backend does not say what it takes.
+        CannotRunError: the backend has no ``footprint``.
     """
     name = setup.backend
     if name == "auto":
@@ -170,8 +169,8 @@ def capacity(setup: Setup) -> Capacity:
     if setup.gpus > 1:
         rows = tuple(len(range(rank, setup.batch, setup.gpus)) for rank in range(setup.gpus))
         shards, on_gpus = Shards(rows, tuple((m,) for m in rows)), setup.device == "cuda"
-        each = setup.ranks.per_host
-        hosts = tuple(tuple(range(r, min(r + each, setup.gpus))) for r in range(0, setup.gpus, each))
+        per_host = setup.ranks.per_host
+        hosts = tuple(tuple(range(r, min(r + per_host, setup.gpus))) for r in range(0, setup.gpus, per_host))
         choice = choose_exchange(shards, setup.dim, ITEMSIZE[setup.dtype], on_gpus=on_gpus, hosts=hosts)
         exchange, reason = choice.exchange, f"exchange {choice.exchange}: {choice.reason}"
     loss = loss_items(setup, backend, exchange)
@@ -180,36 +179,36 @@ def capacity(setup: Setup) -> Capacity:
 
 
 def estimates(setup: Setup, backend: Backend) -> Iterator[Estimate]:
-    """Of every exchange that these GPUs have."""
+    """The estimate of every exchange that these GPUs can use."""
     ranks, machine = setup.ranks, setup.machine
     for exchange in SCHEDULES:
-        # with one rank per host, or one host, two levels are one
+        # two levels need several hosts with several ranks each
         if ranks.size > 1 and (exchange != "two-level" or 1 < ranks.hosts < ranks.size):
             rows = timing.hidden_from(exchange, ranks, machine)
-            took, part = timing.seconds(exchange, ranks, machine), timing.share(exchange, ranks, machine)
+            seconds, share = timing.seconds(exchange, ranks, machine), timing.share(exchange, ranks, machine)
             memory = total(loss_items(setup, backend, exchange))
-            yield Estimate(exchange, took, part, memory, None if rows is None else rows * setup.gpus)
+            yield Estimate(exchange, seconds, share, memory, None if rows is None else rows * setup.gpus)
 
 
 def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...]:
-    """What the symmetric loss and its gradients hold at their peak, beyond the embeddings."""
+    """The memory of the symmetric loss and its gradients at their peak, beyond the embeddings."""
     dtype, d, b, g = setup.dtype, setup.dim, setup.rows, setup.gpus
     item, state = ITEMSIZE[dtype], ITEMSIZE[state_dtype(dtype)]
     if exchange == "replicate":
-        # and the plain loss of them; the gradients of this rank's rows are views of its gradients
+        # and the loss of the collected features; the gradients of this rank's rows are views of its gradients
         collected = Item("collected features", 2 * setup.batch * d * item, f"rows and columns of all {g} ranks")
         return collected, *loss_items(replace(setup, gpus=1), backend, "local")
-    # rows of this rank against the columns of all, of one host after the other, or of one rank
-    each = setup.ranks.per_host
-    n = {"gather": b * g, "two-level": b * each}.get(exchange, b)
-    most, around = 0, exchange in ("ring", "two-level")
-    options = Options(precision=backend.auto_precision, keep=0 if around else None)
-    taken = _footprint(setup, backend, b, n, options)
+    # columns at a time: those of all ranks, of one host, or of one rank
+    h = setup.ranks.per_host
+    n = {"gather": b * g, "two-level": b * h}.get(exchange, b)
+    kept_bytes, is_passed_around = 0, exchange in ("ring", "two-level")
+    options = Options(precision=backend.auto_precision, keep=0 if is_passed_around else None)
+    footprint = _footprint(setup, backend, b, n, options)
     numbers = Item("log-sum-exps", _NUMBERS * (b + n), "and weights and targets")
-    if backend.keeps is not None and not around:
-        most = backend.keeps(b, n, dtype, setup.device, options)
-    kept = [Item("kept exponentials", most, "see keep=")] if most else []
-    alive = [*kept]
+    if backend.keeps is not None and not is_passed_around:
+        kept_bytes = backend.keeps(b, n, dtype, setup.device, options)
+    kept_items = [Item("kept exponentials", kept_bytes, "see keep=")] if kept_bytes else []
+    alive = [*kept_items]
     arriving: list[Item] = []
     if exchange == "ring":
         alive += [
@@ -218,8 +217,8 @@ def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...
         ]
     elif exchange == "two-level":
         alive += [
-            Item("shards", (2 * each + 1) * b * d * item, f"columns of hosts of {each} ranks, here and arriving"),
-            Item("columns' sums", (3 * each + 1) * b * d * state, "here, sent, and of the host's other ranks"),
+            Item("shards", (2 * h + 1) * b * d * item, f"columns of hosts of {h} ranks, here and arriving"),
+            Item("columns' sums", (3 * h + 1) * b * d * state, "here, sent, and of the host's other ranks"),
         ]
     else:
         alive.append(Item("columns' sums", n * d * state, f"{n:,} x {d}, {state_dtype(dtype)}"))
@@ -228,22 +227,22 @@ def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...
         arriving.append(Item("arriving sums", b * (g - 1) * d * state, "of this rank's columns"))
     gradients = [Item(f"{side} gradient", b * d * item, f"{b:,} x {d}, {dtype}") for side in ("rows'", "columns'")]
     # sums in the features' own dtype become gradients in place
-    casts = gradients if item < state else []
-    if backend.finished is not None and not around:
+    cast_items = gradients if item < state else []
+    if backend.finished is not None and not is_passed_around:
         alive.insert(0, gradients[0])
-        # the columns' gradient takes the place of the workspace; what is kept takes that of G, unless it has its own
-        space = taken.finished - (0 if is_keep_given(options) and most < 2 * b * n else most)
-        moments = [[Item("workspace", space, f"of {backend.name}")], [*arriving, *casts[1:]]]
+        # the columns' gradient reuses the workspace; kept exponentials reuse G's memory, unless they have their own
+        workspace = footprint.finished - (0 if is_keep_given(options) and kept_bytes < 2 * b * n else kept_bytes)
+        moments = [[Item("workspace", workspace, f"of {backend.name}")], [*arriving, *cast_items[1:]]]
     else:
         alive.insert(0, Item("rows' sums", b * d * state, f"{b:,} x {d}, {state_dtype(dtype)}"))
         moments = [
-            [Item("workspace", taken.gradients, f"of {backend.name}")],
-            [Item("products", taken.inner, "for the scale's gradient")],
-            [*arriving, *casts],
+            [Item("workspace", footprint.gradients, f"of {backend.name}")],
+            [Item("products", footprint.inner, "for the scale's gradient")],
+            [*arriving, *cast_items],
         ]
-    forward = [*kept, Item("workspace", taken.lse, f"of {backend.name}, forward"), numbers]
-    at_once: list[Sequence[Item]] = [forward, *([*alive, *moment, numbers] for moment in moments)]
-    peak = max(at_once, key=total)
+    forward = [*kept_items, Item("workspace", footprint.lse, f"of {backend.name}, forward"), numbers]
+    peaks: list[Sequence[Item]] = [forward, *([*alive, *moment, numbers] for moment in moments)]
+    peak = max(peaks, key=total)
     return tuple(peak)
 
 
@@ -254,21 +253,21 @@ def _footprint(setup: Setup, backend: Backend, m: int, n: int, options: Options)
 
 
 def offloaded_items(setup: Setup, backend: Backend, block: int = BLOCK) -> tuple[Item, ...]:
-    """What ``device=`` holds on the device for embeddings on the host: see ``schedules/blocked.py``."""
+    """The memory on the device for embeddings on the host with ``device=``: see ``schedules/blocked.py``."""
     dtype, d, b = setup.dtype, setup.dim, setup.batch
     item, state = ITEMSIZE[dtype], ITEMSIZE[state_dtype(dtype)]
     if b <= block:
-        # one block: the plain loss, on a copy
+        # one block: the loss without blocks, on a copy of the embeddings
         return Item("embeddings", 2 * b * d * item, "copied for the loss"), *loss_items(setup, backend, "local")
-    taken = _footprint(setup, backend, block, block, Options(precision=backend.auto_precision))
+    footprint = _footprint(setup, backend, block, block, Options(precision=backend.auto_precision))
     # sums in the features' own dtype become gradients in place, and on a CPU nothing is copied
-    copied = item < state and setup.device == "cuda"
-    on_the_way = [Item("gradients", 2 * block * d * item, "on their way to the host")] if copied else []
+    is_copied = item < state and setup.device == "cuda"
+    copied_gradients = [Item("gradients", 2 * block * d * item, "on their way to the host")] if is_copied else []
     return (
         Item("blocks of features", 4 * block * d * item, f"two of rows, two of columns, {block:,} each"),
         Item("their sums", 3 * block * d * state, "of one block of rows, two of columns"),
-        *on_the_way,
-        Item("workspace", max(taken.lse, taken.gradients, taken.inner), f"of {backend.name}"),
+        *copied_gradients,
+        Item("workspace", max(footprint.lse, footprint.gradients, footprint.inner), f"of {backend.name}"),
         Item("log-sum-exps", 2 * b * _NUMBERS, "and weights and targets"),
     )
 
@@ -281,14 +280,14 @@ def _ways(setup: Setup, backend: Backend, exchange: str, loss: Sequence[Item]) -
     embeddings = Item("embeddings", 2 * width, f"2 x {rows:,} x {setup.dim}, {setup.dtype}")
     gradients = Item("their gradients", 2 * width, "kept for the second pass")
     if exchange == "replicate":
-        whole = 2 * setup.batch * setup.dim * ITEMSIZE[setup.dtype]
-        gradients = Item("their gradients", whole, "views of all ranks', kept for the second pass")
+        all_gradients = 2 * setup.batch * setup.dim * ITEMSIZE[setup.dtype]
+        gradients = Item("their gradients", all_gradients, "views of all ranks', kept for the second pass")
 
     def encoder(chunk: int) -> Item:
         return Item("encoder", chunk * sample, f"{chunk:,} samples x {setup.encoder_mib_per_sample:g} MiB")
 
     def chunk_beside(items: Sequence[Item]) -> int:
-        """The largest power of two whose activations fit beside these, at most all rows; 1 where not one fits."""
+        """The largest power of two whose activations fit beside the items, at most all rows; at least 1."""
         room = (memory - total(items)) // max(1, sample)
         return rows if room >= rows else 1 << (max(1, room).bit_length() - 1)
 
@@ -299,15 +298,15 @@ def _ways(setup: Setup, backend: Backend, exchange: str, loss: Sequence[Item]) -
     def cached(chunk: int, *more: str) -> str:
         return f"cached_step({', '.join((f'chunk={chunk}', *more))})"
 
-    found = [way("a step with all activations", rows, [model, embeddings, *loss, encoder(rows)])]
-    held = [model, embeddings, gradients]
-    chunk = chunk_beside(held)
-    found.append(way(cached(chunk), chunk, [model, embeddings, *loss], [*held, encoder(chunk)]))
+    ways = [way("a step with all activations", rows, [model, embeddings, *loss, encoder(rows)])]
+    second_pass = [model, embeddings, gradients]
+    chunk = chunk_beside(second_pass)
+    ways.append(way(cached(chunk), chunk, [model, embeddings, *loss], [*second_pass, encoder(chunk)]))
     if setup.gpus == 1:
-        there = offloaded_items(setup, backend)
+        offloaded = offloaded_items(setup, backend)
         chunk = chunk_beside([model])
-        found.append(way(cached(chunk, "offload=True"), chunk, [model, *there], [model, encoder(chunk)]))
-    return found
+        ways.append(way(cached(chunk, "offload=True"), chunk, [model, *offloaded], [model, encoder(chunk)]))
+    return ways
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -317,9 +316,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dim", type=int, required=True, metavar="D", help="width of the embeddings")
     add("--gpus", type=int, default=1, metavar="N", help="ranks, one GPU each (%(default)s)")
     add("--per-host", type=int, metavar="N", help="GPUs of a host (all)")
-    for name, what in _MACHINE.items():
+    for name, meaning in _MACHINE.items():
         default = getattr(Machine(), name)
-        add(f"--{name.replace('_', '-')}", type=float, default=default, metavar="X", help=f"{what} (%(default)g)")
+        add(f"--{name.replace('_', '-')}", type=float, default=default, metavar="X", help=f"{meaning} (%(default)g)")
     add("--dtype", choices=sorted(FLOATS), default="bfloat16", help="of the embeddings (%(default)s)")
     add(
         "--encoder-mib-per-sample",
@@ -344,24 +343,24 @@ def main(args: argparse.Namespace) -> int:
     """Run ``contrastile plan``.
 
     Returns:
-        0 when some way fits, 1 when none does, 2 when an option is wrong or the backend cannot be asked.
+        0 if some way fits, 1 if no way fits, 2 if an option is wrong or the backend's memory is unknown.
     """
     try:
         for option, (least, most) in _RANGES.items():
-            if (given := getattr(args, option)) is not None:
-                within(option.replace("_", "-"), given, least, most)
+            if (value := getattr(args, option)) is not None:
+                within(option.replace("_", "-"), value, least, most)
         memory = _memory(args.device) if args.memory_gib is None else args.memory_gib
         machine = Machine(**{name: getattr(args, name) for name in _MACHINE})
-        known = {each.name: getattr(args, each.name) for each in fields(Setup) if each.name != "machine"}
-        setup = Setup(**known | {"memory_gib": memory, "machine": machine})
-        found = capacity(setup)
+        values = {setting.name: getattr(args, setting.name) for setting in fields(Setup) if setting.name != "machine"}
+        setup = Setup(**values | {"memory_gib": memory, "machine": machine})
+        answer = capacity(setup)
         if args.json:
-            best, whole = found.best, {"setup": asdict(setup), **asdict(found), "loss_bytes": total(found.loss)}
-            write_json(args.json, whole | {"fits": best is not None, "best": best and best.name})
+            best, content = answer.best, {"setup": asdict(setup), **asdict(answer), "loss_bytes": total(answer.loss)}
+            write_json(args.json, content | {"fits": best is not None, "best": best and best.name})
     except (CannotRunError, BackendUnavailableError, ValueError, TypeError) as error:
         return cannot_run("plan", error)
-    print(report(setup, found))
-    return 0 if found.best else 1
+    print(report(setup, answer))
+    return 0 if answer.best else 1
 
 
 def _memory(device: str) -> float:
@@ -370,46 +369,46 @@ def _memory(device: str) -> float:
 
     if device == "cuda" and not torch_gpus():
         raise CannotRunError("torch sees no GPU to read the memory from; give --memory-gib, e.g. --memory-gib 80")
-    found = available_bytes(device)
-    if found is None:
+    available = available_bytes(device)
+    if available is None:
         raise CannotRunError("the memory cannot be read here; give --memory-gib")
-    return found / 2**30
+    return available / 2**30
 
 
-def report(setup: Setup, found: Capacity) -> str:
+def report(setup: Setup, answer: Capacity) -> str:
     """The answer in words and tables, 80 columns wide."""
-    each = "" if setup.gpus == 1 else f", {setup.rows:,} on each of {setup.gpus} GPUs"
-    alone = "the loss alone: with --encoder-mib-per-sample, the encoders are planned too"
+    per_gpu = "" if setup.gpus == 1 else f", {setup.rows:,} on each of {setup.gpus} GPUs"
+    warning = "the loss alone: with --encoder-mib-per-sample, the encoders are planned too"
     lines = [
-        *([] if setup.encoder_mib_per_sample else [colored(alone, "yellow"), ""]),
-        f"{setup.batch:,} pairs of {setup.dim} {setup.dtype}{each}, {PLANNED:.0%} of {setup.memory_gib:,.1f} GiB",
-        *textwrap.wrap(f"backend {found.backend}; {found.reason}", 80),
+        *([] if setup.encoder_mib_per_sample else [colored(warning, "yellow"), ""]),
+        f"{setup.batch:,} pairs of {setup.dim} {setup.dtype}{per_gpu}, {PLANNED:.0%} of {setup.memory_gib:,.1f} GiB",
+        *textwrap.wrap(f"backend {answer.backend}; {answer.reason}", 80),
         "",
-        _table("The loss, beyond the embeddings", found.loss),
+        _table("The loss, beyond the embeddings", answer.loss),
     ]
-    best = found.best
-    for way in found.ways[: None if best is None else found.ways.index(best)]:
+    best = answer.best
+    for way in answer.ways[: None if best is None else answer.ways.index(best)]:
         lines += ["", f"{way.name}: {colored('does not fit', 'red')}, {way.bytes / MIB:,.1f} MiB"]
     if best is not None:
         lines += ["", _table(f"{best.name}: {colored('fits', 'green')}", best.items)]
-    if found.estimates:
-        lines += ["", *_of_exchanges(setup, found.estimates)]
-    said = "nothing fits: use more GPUs, a smaller batch or a smaller model" if best is None else f"take {best.name}"
-    return "\n".join([*lines, "", said])
+    if answer.estimates:
+        lines += ["", *_exchange_lines(setup, answer.estimates)]
+    advice = "nothing fits: use more GPUs, a smaller batch or a smaller model" if best is None else f"take {best.name}"
+    return "\n".join([*lines, "", advice])
 
 
-def _of_exchanges(setup: Setup, found: Sequence[Estimate]) -> list[str]:
-    """What each exchange takes, and what that assumes."""
-    assumed = "; ".join(f"{getattr(setup.machine, name):g} {what}" for name, what in _MACHINE.items())
+def _exchange_lines(setup: Setup, estimates: Sequence[Estimate]) -> list[str]:
+    """A table of the estimates, and the assumptions of the model."""
+    assumed = "; ".join(f"{getattr(setup.machine, name):g} {meaning}" for name, meaning in _MACHINE.items())
     rows = [
         (
-            each.exchange,
-            f"{1e3 * each.seconds:,.2f}",
-            f"{each.share:.0%}",
-            f"{each.bytes / MIB:,.1f}",
-            "never" if each.hidden_from is None else f"{each.hidden_from:,}",
+            estimate.exchange,
+            f"{1e3 * estimate.seconds:,.2f}",
+            f"{estimate.share:.0%}",
+            f"{estimate.bytes / MIB:,.1f}",
+            "never" if estimate.hidden_from is None else f"{estimate.hidden_from:,}",
         )
-        for each in found
+        for estimate in estimates
     ]
     columns = "exchange", "ms a step", "products", "MiB", f"products {timing.HIDDEN:.0%} from"
     title = f"Each exchange, by a model with {setup.ranks.per_host} GPUs per host"
@@ -417,6 +416,6 @@ def _of_exchanges(setup: Setup, found: Sequence[Estimate]) -> list[str]:
 
 
 def _table(title: str, items: Sequence[Item]) -> str:
-    rows = [(each.what, f"{each.bytes / MIB:,.1f}", each.why) for each in items]
+    rows = [(item.what, f"{item.bytes / MIB:,.1f}", item.why) for item in items]
     rows.append(("in all", f"{total(items) / MIB:,.1f}", ""))
     return plain_table(title, ("on each GPU", "MiB", "what it is"), rows, right=(1,))

@@ -26,17 +26,17 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command of these arguments, or of the process's own, and return its exit code."""
+    """Run the command in ``argv``, or in the process's arguments, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = f"contrastile {words[0] if words else ''}".rstrip()
     try:
-        here = os.getcwd()
+        directory = os.getcwd()
     except FileNotFoundError:
         print(f"{name}: the current directory must exist, got a deleted one; change to another", file=sys.stderr)
         return 2
-    if not {"", here} & set(sys.path):
-        # as python -m does, and a console script does not: "module:attribute" may be a file of the current directory
-        sys.path.insert(0, here)
+    if not {"", directory} & set(sys.path):
+        # like python -m, but unlike a console script: "module:attribute" may be a file of the current directory
+        sys.path.insert(0, directory)
     if sys.stdout is None:
         print(f"{name}: the standard output must be open, got a closed one; send it to a file", file=sys.stderr)
         return 2
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
-        # what was written last fails again at exit, where nothing catches it
+        # redirect stdout: flushing it at exit would fail again, uncaught
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno != errno.EPIPE:
             print(f"{name}: the standard output cannot be written: {error.strerror}", file=sys.stderr)
@@ -58,15 +58,15 @@ def _run(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="contrastile", description="Contrastive losses at any batch size.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, (module, about) in COMMANDS.items():
-        command = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if name in words[:1]:
             try:
-                chosen = importlib.import_module(module)
+                command_module = importlib.import_module(module)
             except ImportError as error:
                 return cannot_run(name, error)
-            chosen.add_arguments(command)
-            command.set_defaults(run=chosen.main, words=words)
+            command_module.add_arguments(command)
+            command.set_defaults(run=command_module.main, words=words)
     args = parser.parse_args(words)
     if args.command is None:
         parser.print_help()
@@ -79,6 +79,6 @@ def _run(words: list[str]) -> int:
         code = int(args.run(args))
     except CannotRunError as error:
         return cannot_run(args.command, error)
-    # flush here: at exit nothing catches the error of a closed pipe
+    # flush here, because the error of a closed pipe cannot be caught at exit
     sys.stdout.flush()
     return code

@@ -1,4 +1,4 @@
-"""What results were computed with: versions, processor, threads, BLAS, device, date and commit."""
+"""The environment of a measurement: versions, processor, threads, BLAS, device, date and commit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from contrastile.backends.registry import installed_version
 
 
 def environment() -> dict[str, Any]:
-    """The facts that every JSON report holds; None for what is not installed."""
+    """The facts in every JSON report; None for a package that is not installed."""
     return {
         "contrastile": installed_version("contrastile"),
         "python": platform.python_version(),
@@ -28,7 +28,7 @@ def environment() -> dict[str, Any]:
         "torch": installed_version("torch"),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": _processor(),
-        # those that this process may use
+        # the cores that this process may use
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -36,7 +36,7 @@ def environment() -> dict[str, Any]:
 
 
 def measurement_environment(device: str = "cpu") -> dict[str, Any]:
-    """``environment`` and what times depend on; torch's facts only where it can be imported."""
+    """``environment`` and the facts that times depend on; torch's facts only if torch can be imported."""
     facts: dict[str, Any] = {
         **environment(),
         "numpy_blas": _numpy_blas(),
@@ -60,7 +60,7 @@ def measurement_environment(device: str = "cpu") -> dict[str, Any]:
 
 
 def torch_gpus() -> int:
-    """How many GPUs torch sees; 0 where it is missing or broken."""
+    """The number of GPUs that torch sees; 0 if torch is missing or broken."""
     try:
         import torch
     except (ImportError, OSError):
@@ -69,11 +69,11 @@ def torch_gpus() -> int:
 
 
 NVIDIA = ("triton", "cupy")
-"""Backends, and packages, that are of use with an NVIDIA GPU alone."""
+"""Backends, and their packages, that need an NVIDIA GPU."""
 
 
 def has_a_gpu() -> bool:
-    """Whether this machine has an NVIDIA GPU: its driver is here."""
+    """Whether this machine has an NVIDIA driver, and so a GPU."""
     return shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
 
 
@@ -89,7 +89,7 @@ def finds_a_gpu() -> bool:
 
 
 def available_bytes(device: str) -> int | None:
-    """Bytes available to new allocations; None if not known."""
+    """Bytes available to new allocations; None if unknown."""
     if device == "cuda":
         import torch
 
@@ -102,25 +102,25 @@ def available_bytes(device: str) -> int | None:
 
 
 def version(module: str) -> str | None:
-    """The version of the distribution that provides an importable module; None where no module is found.
+    """The version of the distribution that provides a module; None if the module is not found.
 
-    The module is looked for, not imported.
+    The module is not imported.
     """
     if importlib.util.find_spec(module) is None:
         return None
-    found = importlib.metadata.packages_distributions().get(module)
-    return importlib.metadata.version(found[0]) if found else "of unknown version"
+    distributions = importlib.metadata.packages_distributions().get(module)
+    return importlib.metadata.version(distributions[0]) if distributions else "of unknown version"
 
 
 def _numpy_blas() -> str:
     """The BLAS that NumPy was built with, and its version."""
-    built = np.show_config(mode="dicts")
-    blas = built.get("Build Dependencies", {}).get("blas", {}) if isinstance(built, dict) else {}
+    build_config = np.show_config(mode="dicts")
+    blas = build_config.get("Build Dependencies", {}).get("blas", {}) if isinstance(build_config, dict) else {}
     return " ".join(str(blas[key]) for key in ("name", "version") if blas.get(key)) or "unknown"
 
 
 def _processor() -> str:
-    """The processor's name as the system gives it, else its architecture."""
+    """The processor's name, or its architecture if the name is unknown."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

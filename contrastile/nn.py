@@ -109,11 +109,9 @@ class _Loss(torch.nn.Module):
     def _evaluate(self, build: Callable[..., LossProblem], *args: Any, **kwargs: Any) -> Any:
         if self.group is None:
             return evaluate(build, self.settings, *args, **kwargs)
-        return evaluate(self._build_checked, self.settings, build, *args, **kwargs)
+        return evaluate(self._checked, self.settings, build, *args, **kwargs)
 
-    def _build_checked(
-        self, build: Callable[..., LossProblem], *args: Any, world: Handshake, **kwargs: Any
-    ) -> LossProblem:
+    def _checked(self, build: Callable[..., LossProblem], *args: Any, world: Handshake, **kwargs: Any) -> LossProblem:
         """Build the problem; raise, on every rank, if the module's rank and world size are not the group's."""
         comm = world.communicator
         # open_clip passes rank 0 by default
@@ -336,13 +334,11 @@ class DistillClipLoss(ClipLoss):
                 f"shapes {tuple(teacher[0].shape)} and {tuple(teacher[1].shape)}; give those of the same samples"
             )
         with torch.autocast(q.device.type, enabled=False):  # autocast refuses to join another 16-bit dtype
-            joined = torch.cat([teacher[0], q], 1), torch.cat([teacher[1], k], 1)
+            pairs = torch.cat([teacher[0], q], 1), torch.cat([teacher[1], k], 1)
         # "sum" gives the gradients of the global loss, without the factor for a trainer's mean
         settings: Any = {**self.settings, "parameter_reduction": "sum"}
         depth, state = teacher[0].shape[1], torch.promote_types(q.dtype, torch.float32)
-        _, gradients = outside_of_graphs(with_gradients)(
-            _build_values, settings, (*joined, dist_scale), {"depth": depth}
-        )
+        _, gradients = outside_of_graphs(with_gradients)(_with_values, settings, (*pairs, dist_scale), {"depth": depth})
         d_q, d_k = (x[:, depth:].to(state) / dist_scale for x in gradients[:2])
         total, ranks = (q.detach() * d_q).sum(dtype=torch.float64), 1
 
@@ -360,7 +356,7 @@ class DistillClipLoss(ClipLoss):
         return contrastive, contrastive - (s.detach() * total + (linear - linear.detach())).to(contrastive.dtype)
 
 
-def _build_values(*args: Any, depth: int, **kwargs: Any) -> LossProblem:
+def _with_values(*args: Any, depth: int, **kwargs: Any) -> LossProblem:
     """Build CLIP's loss of features whose first ``depth`` columns form the logits: see ``schedules.values``."""
     loss = BUILDERS["clip_loss"](*args, **kwargs)
     return replace(loss, problem=replace(loss.problem, depth=depth, whole=None))
@@ -422,10 +418,8 @@ class NTXentLoss(_Loss):
     name = "nt_xent"
 
     def __init__(self, temperature: float = 0.5, **settings: Unpack[Settings]) -> None:
-        checked_temperature = validation.option(
-            "temperature", temperature, sys.float_info.min, sys.float_info.max, "the default"
-        )
-        super().__init__(0, 1, {"temperature": checked_temperature}, **settings)
+        value = validation.option("temperature", temperature, sys.float_info.min, sys.float_info.max, "the default")
+        super().__init__(0, 1, {"temperature": value}, **settings)
 
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:  # type: ignore[override]
         """The loss of both views' features, (b, d) each, which this module normalises.

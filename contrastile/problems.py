@@ -55,24 +55,24 @@ def clip(
     check.paired("image", image, "text", text, "use info_nce for keys without a query")
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
     ids = None if ids is None else check.integers("ids", ids, m, "pair", arrays, rows)
-    scale_array = check.scalar("scale", scale, arrays, state, rows)
-    guide_features = check.guide(guide, (m, m), arrays, rows)
+    scale_0d = check.scalar("scale", scale, arrays, state, rows)
+    guides = check.guide(guide, (m, m), arrays, rows)
     weights = None if weights is None else check.floats("weights", weights, m, "pair", arrays, rows)
     order = Order.of(arrays, ids, ids_are, world.alone)
     ids, rows, columns, weights = order.take(ids, rows, columns, weights)
-    guide_features = order.take(*guide_features)
-    arguments = {"ids": ids is not None, "guide": _width(guide_features), **options}
-    batch = world.meet(arrays, rows, (columns,), (scale, scale_array), loss="clip_loss", **arguments)
+    guides = order.take(*guides)
+    traits = {"ids": ids is not None, "guide": _width(guides), **options}
+    batch = world.meet(arrays, rows, (columns,), (scale, scale_0d), loss="clip_loss", **traits)
     u, weight, target, positives = _diagonal(check, arrays, 0.5 / batch.rows, batch.start, batch.start + m, state, rows)
     if weights is not None:
         weight = _normalized_weights(world, arrays, weights, state, 0.5)
     if ids_are == "positives":
         target, positives = _reciprocal(arrays, world.count_in(arrays, ids, order.rising(ids)), state), None
-    limits = limits_of(world, arrays, rule, (rows, (columns,)), guide_features, scale_array)
+    limits = limits_of(world, arrays, rule, (rows, (columns,)), guides, scale_0d)
     problem = Problem(
         rows=rows,
         columns=(columns,),
-        scale=scale_array,
+        scale=scale_0d,
         row_weight=weight,
         row_target=target,
         column_weight=weight,
@@ -84,13 +84,13 @@ def clip(
         whole=u if ids is None and not options else None,
         row_limits=limits,
         column_limits=limits,
-        row_guide=guide_features[0],
-        column_guide=guide_features[1],
+        row_guide=guides[0],
+        column_guide=guides[1],
         **form,
     )
     orders = order, order
     return LossProblem(
-        arrays, problem, lambda g: (*_restored(arrays, (image, text), (g.rows, g.columns[0]), orders), g.scale)
+        arrays, problem, lambda g: (*_restore(arrays, (image, text), (g.rows, g.columns[0]), orders), g.scale)
     )
 
 
@@ -126,9 +126,9 @@ def info_nce(
     rule = threshold_of(threshold, threshold_is, guide)
     form, options = form_of(row_ids, ids_are, sum_positives, label_smoothing, margin, rule, positives, weights, args[2])
     are_positives = ids_are == "positives"
-    arguments: dict[str, Any] = {"ids": row_ids is not None, "positives": are_positives or positives is not None}
-    arguments.update(smoothing=label_smoothing, guide=guide is not None)
-    negatives, per_query = negatives_of(negatives, negative_counts, share_negatives, in_batch, **arguments)
+    traits: dict[str, Any] = {"ids": row_ids is not None, "positives": are_positives or positives is not None}
+    traits.update(smoothing=label_smoothing, guide=guide is not None)
+    negatives, per_query = negatives_of(negatives, negative_counts, share_negatives, in_batch, **traits)
     arrays, (rows, *column_blocks) = check.features(
         world.alone, may_be_empty=negatives, **{args[0]: query, args[1]: key}, **negatives
     )
@@ -137,18 +137,16 @@ def info_nce(
     own_block = columns.pop() if not share_negatives else None if in_batch else arrays.detached(rows[:0])
     n = sum(x.shape[0] for x in columns)
     state = state_dtype(arrays.dtype(rows))
-    scale_array = check.scalar("scale", scale, arrays, state, rows)
+    scale_0d = check.scalar("scale", scale, arrays, state, rows)
     if negative_counts is not None and not validation.values_are_readable(arrays, counts):
-        scale_array = _nan_if(
-            arrays, ((counts < 0) | (counts > (per_query[1][1] if per_query else 0))).any(), scale_array
-        )
+        scale_0d = _nan_if(arrays, ((counts < 0) | (counts > (per_query[1][1] if per_query else 0))).any(), scale_0d)
     row_ids, column_ids = ids_of_both(check, arrays, rows, "query", (args[2], row_ids, m), (args[3], column_ids, n))
     if share_negatives and per_query is not None:
         row_ids, column_ids = without_padding(arrays, columns, 1 + [*negatives].index(per_query[0]), counts)
     if positives is None and not are_positives:
         check.paired("query", query, "key", key, "give positives= to say which key is whose")
     positives = None if positives is None else check.integers("positives", positives, m, "query", arrays, rows)
-    guide_features = check.guide(guide, (m, n), arrays, rows)
+    guides = check.guide(guide, (m, n), arrays, rows)
     weights = None if weights is None else check.floats("weights", weights, m, "query", arrays, rows)
     orders = [Order(arrays)] * 2
     if are_positives and own_block is guide is None and len(columns) == 1:
@@ -158,14 +156,12 @@ def info_nce(
     if world.alone:
         # drop an empty queue, unless it requires a gradient: its gradient has no rows
         columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0] or getattr(x, "requires_grad", False)]
-    arguments = {"positives": positives is not None, "row_ids": row_ids is not None, "guide": _width(guide_features)}
+    traits = {"positives": positives is not None, "row_ids": row_ids is not None, "guide": _width(guides)}
     if own_block is not None:
-        arguments.update(share_negatives=bool(share_negatives), in_batch=bool(in_batch))
+        traits.update(share_negatives=bool(share_negatives), in_batch=bool(in_batch))
         needs_gradient = [bool(getattr(x, "requires_grad", False)) for x in (*columns[: not in_batch], own_block)]
-        arguments["gradients of own columns"] = tuple(needs_gradient)
-    batch = world.meet(
-        arrays, rows, columns[not in_batch :], (scale, scale_array), loss="info_nce", **arguments, **options
-    )
+        traits["gradients of own columns"] = tuple(needs_gradient)
+    batch = world.meet(arrays, rows, columns[not in_batch :], (scale, scale_0d), loss="info_nce", **traits, **options)
     u, weight, target, diagonal = _diagonal(check, arrays, 1.0 / batch.rows, batch.start, batch.start + m, state, rows)
     is_plain = own_block is positives is row_ids is None and not options and len(columns) == 1
     if weights is not None or are_positives:
@@ -176,8 +172,8 @@ def info_nce(
             weights = has_positive if weights is None else has_positive * weights
         weight = _normalized_weights(world, arrays, weights, state)
     if positives is not None:
-        scale_array = _scale_or_nan(world, arrays, positives, batch.columns, scale_array)
-    limits = limits_of(world, arrays, rule, (rows, columns), guide_features, scale_array, positives)
+        scale_0d = _scale_or_nan(world, arrays, positives, batch.columns, scale_0d)
+    limits = limits_of(world, arrays, rule, (rows, columns), guides, scale_0d, positives)
     if positives is None and not are_positives and in_batch:
         positives = diagonal
     placement = batch.placement
@@ -187,7 +183,7 @@ def info_nce(
     problem = Problem(
         rows=rows,
         columns=tuple(columns) if own_block is None else (*columns, own_block),
-        scale=scale_array,
+        scale=scale_0d,
         row_weight=weight,
         row_target=target,
         positives=positives,
@@ -196,13 +192,13 @@ def info_nce(
         placement=placement,
         whole=u if is_plain else None,
         row_limits=limits,
-        row_guide=guide_features[0],
-        column_guide=guide_features[1],
+        row_guide=guides[0],
+        column_guide=guides[1],
         own_counts=None if own_block is None else 0 * counts if share_negatives else counts,
         **form,
     )
     return LossProblem(
-        arrays, problem, lambda g: (*_restored(arrays, (query, key), (g.rows, g.columns[0]), orders), g.scale)
+        arrays, problem, lambda g: (*_restore(arrays, (query, key), (g.rows, g.columns[0]), orders), g.scale)
     )
 
 
@@ -222,9 +218,9 @@ def nt_xent(
     check.paired("view_a", view_a, "view_b", view_b, "give two views of every sample")
     views = arrays.concat(list(features))
     m, state = view_a.shape[0], state_dtype(arrays.dtype(views))
-    scale_array = check.scalar("scale", scale, arrays, state, views)
+    scale_0d = check.scalar("scale", scale, arrays, state, views)
     weights = None if weights is None else check.floats("weights", weights, m, "sample", arrays, views)
-    batch = world.meet(arrays, views, (views,), (scale, scale_array), loss="nt_xent", **options)
+    batch = world.meet(arrays, views, (views,), (scale, scale_0d), loss="nt_xent", **options)
     u, weight, target, diagonal = _diagonal(
         check, arrays, 1.0 / batch.rows, batch.start, batch.start + 2 * m, state, views
     )
@@ -233,7 +229,7 @@ def nt_xent(
     problem = Problem(
         rows=views,
         columns=(),
-        scale=scale_array,
+        scale=scale_0d,
         row_weight=weight,
         row_target=target,
         positives=check.once("partners", lambda: arrays.concat([diagonal[m:], diagonal[:m]])),
@@ -242,9 +238,7 @@ def nt_xent(
         whole=None if options else u,
         **form,
     )
-    return LossProblem(
-        arrays, problem, lambda g: (*_restored(arrays, (view_a, view_b), split(g.rows, (m, m))), g.scale)
-    )
+    return LossProblem(arrays, problem, lambda g: (*_restore(arrays, (view_a, view_b), split(g.rows, (m, m))), g.scale))
 
 
 def sup_con(
@@ -272,11 +266,11 @@ def sup_con(
     arrays, (rows,) = check.features(world.alone, features=features)
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
     labels = check.integers("labels", labels, m, "sample", arrays, rows)
-    scale_array = check.scalar("scale", scale, arrays, state, rows)
+    scale_0d = check.scalar("scale", scale, arrays, state, rows)
     weights = None if weights is None else check.floats("weights", weights, m, "sample", arrays, rows)
     order = Order.of(arrays, labels, "positives", world.alone)
     labels, rows, weights = order.take(labels, rows, weights)
-    batch = world.meet(arrays, rows, (rows,), (scale, scale_array), loss="sup_con", **options)
+    batch = world.meet(arrays, rows, (rows,), (scale, scale_0d), loss="sup_con", **options)
     count = world.count_in(arrays, labels, order.rising(labels))
     partners = arrays.cast(count - 1, state)
     weight = arrays.cast(partners > 0, "float64")
@@ -285,7 +279,7 @@ def sup_con(
     problem = Problem(
         rows=rows,
         columns=(),
-        scale=scale_array,
+        scale=scale_0d,
         row_weight=_normalized_weights(world, arrays, weight, state),
         row_target=arrays.where(partners > 0, 1.0 / arrays.maximum(partners, 1.0), 0.0),
         excluded=arrays.arange(batch.start, batch.start + m, rows),
@@ -295,7 +289,7 @@ def sup_con(
         whole=1.0 if weights is None and form["kind"] == "softmax" and form["margin"] is None else None,
         **form,
     )
-    return LossProblem(arrays, problem, lambda g: (*_restored(arrays, (features,), (g.rows,), (order,)), g.scale))
+    return LossProblem(arrays, problem, lambda g: (*_restore(arrays, (features,), (g.rows,), (order,)), g.scale))
 
 
 def sigmoid(
@@ -319,14 +313,14 @@ def sigmoid(
     check.paired("image", image, "text", text, "every image needs its text")
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
     ids = None if ids is None else check.integers("ids", ids, m, "pair", arrays, rows)
-    scale_array = check.scalar("scale", scale, arrays, state, rows)
-    bias_array = check.scalar("bias", bias, arrays, state, rows)
+    scale_0d = check.scalar("scale", scale, arrays, state, rows)
+    bias_0d = check.scalar("bias", bias, arrays, state, rows)
     weights = None if weights is None else check.floats("weights", weights, m, "image", arrays, rows)
     order = Order.of(arrays, ids, ids_are, world.alone)
     ids, rows, columns, weights = order.take(ids, rows, columns, weights)
-    numbers = (scale, scale_array), (bias, bias_array)
-    arguments = {"ids": ids is not None, "mean_positives": bool(mean_positives)}
-    batch = world.meet(arrays, rows, (columns,), *numbers, loss="sigmoid_loss", **arguments, **options)
+    numbers = (scale, scale_0d), (bias, bias_0d)
+    traits = {"ids": ids is not None, "mean_positives": bool(mean_positives)}
+    batch = world.meet(arrays, rows, (columns,), *numbers, loss="sigmoid_loss", **traits, **options)
     u, weight, target, diagonal = _diagonal(check, arrays, 1.0 / batch.rows, batch.start, batch.start + m, state, rows)
     if mean_positives:
         weights = arrays.full((m,), 1.0, "float64", rows) if weights is None else weights
@@ -338,8 +332,8 @@ def sigmoid(
     problem = Problem(
         rows=rows,
         columns=(columns,),
-        scale=scale_array,
-        bias=bias_array,
+        scale=scale_0d,
+        bias=bias_0d,
         row_weight=weight,
         row_target=target,
         positives=None if ids_are == "positives" else diagonal,
@@ -351,7 +345,7 @@ def sigmoid(
     )
     orders = order, order
     return LossProblem(
-        arrays, problem, lambda g: (*_restored(arrays, (image, text), (g.rows, g.columns[0]), orders), g.scale, g.bias)
+        arrays, problem, lambda g: (*_restore(arrays, (image, text), (g.rows, g.columns[0]), orders), g.scale, g.bias)
     )
 
 
@@ -384,7 +378,7 @@ def statistics(
     inputs = {} if is_symmetric else {"columns": columns, **negatives_of(negatives)[0]}
     arrays, (rows, *blocks) = check.features(world.alone, may_be_empty=set(inputs) - {"columns"}, rows=rows, **inputs)
     m, n, state = rows.shape[0], sum(x.shape[0] for x in blocks), state_dtype(arrays.dtype(rows))
-    scale_array = check.scalar("scale", scale, arrays, state, rows)
+    scale_0d = check.scalar("scale", scale, arrays, state, rows)
     column_argument = ("row_ids", row_ids, m) if is_symmetric else ("column_ids", column_ids, n)
     ids = ids_of_both(check, arrays, rows, "row", ("row_ids", row_ids, m), column_argument)
     limits = [
@@ -394,14 +388,10 @@ def statistics(
     positives = None if positives is None else check.integers("positives", positives, m, "row", arrays, rows)
     if positives is None and match == "drop" and not is_symmetric:
         check.paired("rows", rows, "columns", blocks[0], "give positives= to say which column is whose")
-    guide_features = check.guide(guide, (m, n), arrays, rows)
-    arguments: dict[str, Any] = {
-        "positives": positives is not None,
-        "ids": ids[0] is not None,
-        "guide": _width(guide_features),
-    }
-    arguments.update({"limits": tuple(x is not None for x in limits), "rows against themselves": is_symmetric})
-    batch = world.meet(arrays, rows, blocks or (rows,), (scale, scale_array), loss="statistics", **arguments, **options)
+    guides = check.guide(guide, (m, n), arrays, rows)
+    traits: dict[str, Any] = {"positives": positives is not None, "ids": ids[0] is not None, "guide": _width(guides)}
+    traits.update({"limits": tuple(x is not None for x in limits), "rows against themselves": is_symmetric})
+    batch = world.meet(arrays, rows, blocks or (rows,), (scale, scale_0d), loss="statistics", **traits, **options)
     diagonal = arrays.arange(batch.start, batch.start + m, rows)
     row_target, column_target = (arrays.full((size,), 1.0, state, rows) for size in (m, n))
     if match == "target":
@@ -412,14 +402,14 @@ def statistics(
             row_target if is_symmetric else _reciprocal(arrays, world.count_in(arrays, ids[1], sorted_rows), state)
         )
     elif positives is not None:
-        scale_array = _scale_or_nan(world, arrays, positives, batch.columns, scale_array, least=-1)
+        scale_0d = _scale_or_nan(world, arrays, positives, batch.columns, scale_0d, least=-1)
         # several rows may share one positive
         column_numbers = arrays.arange(batch.start, batch.start + n, rows)
         column_target = _reciprocal(arrays, world.count_in(arrays, column_numbers, arrays.sorted(positives)[0]), state)
     problem = Problem(
         rows=rows,
         columns=tuple(blocks),
-        scale=scale_array,
+        scale=scale_0d,
         row_weight=row_target,
         row_target=row_target,
         column_weight=None if is_symmetric else column_target,
@@ -432,8 +422,8 @@ def statistics(
         placement=None if batch.placement is None else replace(batch.placement, reduction="sum"),
         row_limits=limits[0],
         column_limits=limits[1],
-        row_guide=guide_features[0],
-        column_guide=guide_features[1],
+        row_guide=guides[0],
+        column_guide=guides[1],
         **{**form, "kind": STATISTICS},
     )
     return LossProblem(arrays, problem, lambda g: ())
@@ -507,7 +497,7 @@ def _diagonal(
     return pairs
 
 
-def _restored(
+def _restore(
     arrays: ArrayLibrary, arguments: Sequence[Array], gradients: Sequence[Array], orders: Sequence[Order] = ()
 ) -> Iterator[Array]:
     """The gradients in the arguments' sample order and dtypes: sorting and autocast may have changed them."""

@@ -1,4 +1,4 @@
-"""What every command shares: tables, progress, files to write, and the one line that says why it could not run."""
+"""Shared by all commands: tables, progress, written files, and the line that says why a command could not run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 COULD_NOT_RUN = 2
-"""Exit code of a command that could not run, or not to its end."""
+"""Exit code of a command that could not run, or could not finish."""
 
 INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C has stopped: 128 and the number of the signal, as shells have it."""
+"""Exit code of a command that Ctrl-C has stopped: 128 plus the number of the signal, as in shells."""
 
 ProgressCallback = Callable[[int, int, str], None]
-"""A progress callback: steps done, steps in all, and what is being done."""
+"""A progress callback: the steps done, the total, and a description."""
 
 
 class CannotRunError(Exception):
@@ -30,7 +30,7 @@ class CannotRunError(Exception):
 
 
 class StoppedError(CannotRunError):
-    """Ctrl-C has stopped a command; the message says how far it had come."""
+    """Ctrl-C has stopped a command; the message says how far the command had come."""
 
 
 def one_line(error: BaseException) -> str:
@@ -45,19 +45,19 @@ def cannot_run(command: str, reason: object) -> int:
     return INTERRUPTED if isinstance(reason, StoppedError) else COULD_NOT_RUN
 
 
-def within(option: str, given: float, least: float, most: float = math.inf) -> None:
-    """Raise CannotRunError where an option is not between its smallest and its largest value, or no finite number."""
+def within(option: str, value: float, least: float, most: float = math.inf) -> None:
+    """Raise CannotRunError unless an option is finite and between its smallest and its largest value."""
 
-    def said(x: float) -> str:
-        # an int may be too large for a float
+    def text(x: float) -> str:
+        # not ``:g`` for an int, which may be too large for a float
         return f"{x:g}" if isinstance(x, float) else str(x)
 
-    if isinstance(given, float) and not math.isfinite(given):
-        raise CannotRunError(f"--{option} must be finite, got {given:g}")
-    if given < least:
-        raise CannotRunError(f"--{option} must be at least {least}, got {said(given)}")
-    if given > most:
-        raise CannotRunError(f"--{option} must be at most {said(most)}, got {said(given)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise CannotRunError(f"--{option} must be finite, got {value:g}")
+    if value < least:
+        raise CannotRunError(f"--{option} must be at least {least}, got {text(value)}")
+    if value > most:
+        raise CannotRunError(f"--{option} must be at most {text(most)}, got {text(value)}")
 
 
 def ending(code: int) -> str:
@@ -71,16 +71,16 @@ def ending(code: int) -> str:
 
 
 def require_packages(*names: str) -> None:
-    """Raise CannotRunError where a package of the ``verify`` extra is missing."""
+    """Raise CannotRunError if a package of the ``verify`` extra is missing."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise CannotRunError(f"{' and '.join(missing)} cannot be imported; run: pip install 'contrastile[verify]'")
 
 
 def why_not_writable(*paths: Path | None) -> str | None:
-    """Why one of the files that a command will write cannot be written, or None.
+    """Why one of the files that a command will write cannot be written, or None if all can.
 
-    Called before the work begins. It leaves every file as it was; None stands for no file.
+    A command calls it before the work begins. It does not change any file. A path of None stands for no file.
     """
     for path in paths:
         if path is None:
@@ -88,7 +88,7 @@ def why_not_writable(*paths: Path | None) -> str | None:
         try:
             exists = path.exists()
             if exists and not path.is_file() and not path.is_dir():
-                # a pipe: its reader would take the opening and closing for the end of the data
+                # do not open and close a pipe: its reader would see the end of the data
                 continue
             with path.open("ab"):
                 pass
@@ -124,14 +124,14 @@ _ANSI = {"red": "31", "green": "32", "yellow": "33"}
 
 
 def colored(text: str, color: str) -> str:
-    """The text in bold and a colour where stdout is a terminal and NO_COLOR is not set; else as it is."""
+    """The text in bold and a colour if stdout is a terminal and NO_COLOR is not set, else the plain text."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return text
     return f"\033[1;{_ANSI[color]}m{text}\033[0m"
 
 
 def wrapped(line: str, indent: str = "  ") -> str:
-    """A line broken at words where stdout is a terminal, all parts but the first indented; else as it is."""
+    """A line wrapped at words if stdout is a terminal, with all lines but the first indented, else the line."""
     if not sys.stdout.isatty():
         return line
     width = shutil.get_terminal_size().columns
@@ -151,9 +151,9 @@ def show_table(
     caption: str = "",
     style: Callable[[str], str] = lambda cell: "",
 ) -> None:
-    """Print a table to stdout: by rich where it is installed, else as plain text.
+    """Print a table to stdout, with rich if it is installed, else as plain text.
 
-    The columns of ``right`` are aligned to the right; ``style`` gives the style of rich for a cell's text.
+    The columns of ``right`` are aligned to the right; ``style`` maps a cell's text to rich's style.
     """
     if not _has_rich():
         print(plain_table(title, columns, rows, right=right))
@@ -164,7 +164,7 @@ def show_table(
     from rich.table import Table
     from rich.text import Text
 
-    # titles, headings and cells hold names and messages that are not ours: never read as markup
+    # Text, because names and messages of other packages must not be parsed as markup
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -180,7 +180,7 @@ def show_table(
         table.add_row(*(Text(cell, style=style(cell)) for cell in row))
     console = Console()
     if not console.is_terminal:
-        # a file has no edge to wrap at; the ruler below the headings is as wide as the plain table
+        # do not wrap lines in a file: the ruler below the headings is as wide as the plain table
         ruler = plain_table("", columns, rows).splitlines()[2]
         console = Console(width=max(80, len(ruler) + 3 * len(columns)))
     console.print(table)
@@ -203,13 +203,13 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 @contextmanager
 def progress(*, shown: bool = True, lines: bool = False) -> Iterator[ProgressCallback]:
-    """A progress bar on stderr that disappears when done; without a terminal, or rich, ``lines`` for each tenth."""
-    # a process without a console has no stderr
+    """A progress bar on stderr that disappears at the end; without a terminal or rich, ``lines`` prints each tenth."""
+    # stderr is None in a process without a console
     if not shown or sys.stderr is None:
         yield lambda done, total, what: None
         return
     if not _has_rich() or not sys.stderr.isatty():
-        yield _tenths() if lines else lambda done, total, what: None
+        yield _report_tenths() if lines else lambda done, total, what: None
         return
     from rich.console import Console
     from rich.progress import (
@@ -221,20 +221,20 @@ def progress(*, shown: bool = True, lines: bool = False) -> Iterator[ProgressCal
         TimeRemainingColumn,
     )
 
-    left = TextColumn("left"), TextColumn("{task.description}", markup=False)
-    columns = BarColumn(bar_width=16), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn(), *left
+    texts = TextColumn("left"), TextColumn("{task.description}", markup=False)
+    columns = BarColumn(bar_width=16), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn(), *texts
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
-def _tenths() -> ProgressCallback:
-    printed = 0
+def _report_tenths() -> ProgressCallback:
+    tenths = 0
 
     def report(done: int, total: int, what: str) -> None:
-        nonlocal printed
-        if done * 10 // max(1, total) > printed:
-            printed = done * 10 // max(1, total)
+        nonlocal tenths
+        if done * 10 // max(1, total) > tenths:
+            tenths = done * 10 // max(1, total)
             print(f"{done} of {total}: {what}", file=sys.stderr, flush=True)
 
     return report

@@ -241,7 +241,7 @@ class _Search:
         paired: bool = True,
     ) -> None:
         side = TILE if tile is None else tile
-        self._has_positives, self._progress = paired, progress
+        self._has_positives, self._shows_progress = paired, progress
         # a search with a group always gathers the columns
         world = Handshake.of(group, "auto" if group is None else "gather", "mean", backend="torch")
         world.build(self._meet, rows, columns, positives, ids, {"tile": side, **sizes}, bounds)
@@ -292,17 +292,15 @@ class _Search:
         batch = world.meet(
             arrays, rows, (columns,), may_be_empty=True, loss="a search", column_ids=column_ids is not None
         )
-        self._given_positives, self._start = positives is not None, batch.start
+        self._explicit, self._start = positives is not None, batch.start
         diagonal = torch.arange(batch.start, batch.start + m, device=rows.device)
         self.rows, self.positives = rows, diagonal if positives is None else positives
-        world.confirm(validation.positives(positives, batch.columns) if self._given_positives else None)
+        world.confirm(validation.positives(positives, batch.columns) if self._explicit else None)
         if batch.placement is not None:
             widths, shards = batch.placement.shards.widths, [columns, *([] if column_ids is None else [column_ids])]
             with phase(batch.placement):
-                columns, *gathered_ids = gathered(
-                    batch.placement, arrays, *((arrays.detached(x), widths) for x in shards)
-                )
-            column_ids = gathered_ids[0] if gathered_ids else None
+                columns, *all_ids = gathered(batch.placement, arrays, *((arrays.detached(x), widths) for x in shards))
+            column_ids = all_ids[0] if all_ids else None
         self.columns, self._column_ids = columns, column_ids
 
     def sort_by_ids(self) -> Tensor:
@@ -318,7 +316,7 @@ class _Search:
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """For each block of rows its first row and its positives."""
-        with bar(shown=self._progress) as report:
+        with bar(shown=self._shows_progress) as report:
             for top in range(0, len(self.rows), self._height):
                 report(top, len(self.rows), "rows")
                 yield top, self.positives[top : top + self._height]
@@ -333,7 +331,7 @@ class _Search:
     def _subset(self, rows: Tensor) -> _Search:
         """A search of some of the rows, with stored tiles."""
         part = copy(self)
-        part.fused, part._height, part._progress, part._given_positives = (
+        part.fused, part._height, part._shows_progress, part._explicit = (
             None,
             max(1, GPU_PRODUCTS // self._width),
             False,
@@ -369,7 +367,7 @@ class _Search:
             fused_dots: Tensor = self.fused.own(self.block(top, positives))
             return fused_dots
         dots = torch.empty(len(positives), dtype=self.dtype, device=positives.device)
-        if self._given_positives:
+        if self._explicit:
             tiles = torch.unique(positives // self._width).tolist()
         else:
             # positives on the diagonal: their tiles are known without waiting for the device

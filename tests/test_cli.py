@@ -83,6 +83,6 @@ def test_no_command_is_imported_before_it_is_asked_for(monkeypatch: pytest.Monke
 
 def test_doctor_reports_a_wrong_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.agreement, "check", lambda *_, **options: Agreement("torch", 7.0, 67, "loss: error 1"))
-    finding = doctor._backend("torch", BUILT_IN["torch"], None)
+    finding = doctor._examine_backend("torch", BUILT_IN["torch"], None)
     assert (finding.state, finding.remedy) == ("wrong", "contrastile verify --backend torch")
     assert finding.detail.endswith("; loss: error 1")

@@ -14,8 +14,8 @@ from contrastile import retrieval
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN, under Triton's interpreter
 def test_a_fused_search_gives_the_results_of_a_tiled_one(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(retrieval, "HIGH", 16)
-    monkeypatch.setattr(retrieval, "FEW", 0)
+    monkeypatch.setattr(retrieval, "FUSED_ROWS", 16)
+    monkeypatch.setattr(retrieval, "FUSED_MIN_ROWS", 0)
     generator, device = torch.Generator().manual_seed(0), "cuda" if torch.cuda.is_available() else "cpu"
     m, n, width = 17, 700, 17
 

@@ -130,7 +130,7 @@ class PlannedBackward:
             plan, arrays = plan.split()
         function: Any = LossGradients
         results = function.apply(plan.without_arrays(), wanted, upstream, *state, *arrays)
-        return operators.select_wanted((wanted.rows, wanted.scale, wanted.bias, *wanted.columns), results)
+        return operators.select((wanted.rows, wanted.scale, wanted.bias, *wanted.columns), results)
 
 
 class BoundLoss:
@@ -260,9 +260,7 @@ class FunctionalLoss(torch.autograd.Function):
             wanted = local.Wanted(needs.rows, needs.columns, needs.scale)
         function: Any = LossGradients
         results = function.apply(ctx.plan, wanted, upstream[0], *ctx.saved_tensors)
-        rows, scale, bias, *columns = operators.select_wanted(
-            (needs.rows, needs.scale, needs.bias, *needs.columns), results
-        )
+        rows, scale, bias, *columns = operators.select((needs.rows, needs.scale, needs.bias, *needs.columns), results)
         return None, *replace(ctx.problem, rows=rows, scale=scale, bias=bias, columns=tuple(columns)).arrays()
 
     @staticmethod

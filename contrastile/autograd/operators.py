@@ -67,7 +67,7 @@ def decode_none(tensors: compute.Arrays) -> list[Tensor | None]:
     return [None if x is None or x.ndim == 4 else x for x in tensors]
 
 
-def select_wanted(wanted: Sequence[bool], gradients: Sequence[Tensor]) -> list[Tensor | None]:
+def select(wanted: Sequence[bool], gradients: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradients for autograd: None for each unwanted gradient."""
     return [x if is_wanted else None for x, is_wanted in zip(gradients, wanted, strict=True)]
 
@@ -256,7 +256,7 @@ def _backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
         )
     args = one_upstream(upstream), state, rows, columns, scale, vectors
     d_rows, d_columns, *numbers = gradients(*args, *ctx.settings, wants)
-    grad_rows, *grad_columns, grad_scale, grad_bias = select_wanted(wants, [d_rows, *d_columns, *numbers])
+    grad_rows, *grad_columns, grad_scale, grad_bias = select(wants, [d_rows, *d_columns, *numbers])
     return grad_rows, grad_columns, grad_scale, grad_bias, *[None] * (2 + len(ctx.settings))
 
 

@@ -145,7 +145,7 @@ class ReplayedBackward:
         if not functions.needs_function(upstream):
             return self.replayed(saved, upstream)
         function: Any = ReplayedGradients
-        return operators.select_wanted(self.wants, function.apply(self, upstream, *saved))
+        return operators.select(self.wants, function.apply(self, upstream, *saved))
 
     def replayed(self, saved: Sequence[Any], upstream: Tensor) -> list[Tensor | None]:
         """The gradients of the step, from its graphs."""
