@@ -51,8 +51,8 @@ def loss(plan: Plan, wanted: local.Wanted | None = None) -> Arrays:
         value, *state = loss(replace(plan, problem=whole), whole_wanted)
         return replicate.own_value(plan.problem, value), *whole.for_gradients().arrays(), *state
     with _native(plan.problem, library, backend) as native:
-        value, state = problem_loss(native, local.Work(backend, plan.options), wanted)
-        return tuple(transfer(x, backend.arrays, library) for x in (value, *state))
+        value, native_state = problem_loss(native, local.Work(backend, plan.options), wanted)
+        return tuple(transfer(x, backend.arrays, library) for x in (value, *native_state))
 
 
 def gradients(plan: Plan, state: Arrays, upstream: Any, wanted: local.Wanted) -> Arrays:

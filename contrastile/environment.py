@@ -37,11 +37,7 @@ def environment() -> dict[str, Any]:
 
 def measurement_environment(device: str = "cpu") -> dict[str, Any]:
     """``environment`` and the facts that times depend on; torch's facts only if torch can be imported."""
-    facts: dict[str, Any] = {
-        **environment(),
-        "numpy_blas": _numpy_blas(),
-        "device": device,
-    }
+    facts: dict[str, Any] = {**environment(), "numpy_blas": _numpy_blas(), "device": device}
     try:
         import torch
     except (ImportError, OSError):

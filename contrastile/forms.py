@@ -205,11 +205,11 @@ def counts_of(check: Any, arrays: ArrayLibrary, rows: Array, per_query: PerQuery
         )
     if counts is None:
         return arrays.full((m,), k if per_query else 0, "int64", rows)
-    counts = check.integers("negative_counts", counts, m, "query", arrays, rows)
-    for extreme in (counts.min(), counts.max()) if m and validation.values_are_readable(arrays, counts) else ():
+    checked = check.integers("negative_counts", counts, m, "query", arrays, rows)
+    for extreme in (checked.min(), checked.max()) if m and validation.values_are_readable(arrays, checked) else ():
         if not 0 <= int(extreme) <= k:
             raise ValueError(f"negative_counts must lie in 0..{k}, got {int(extreme)}; count each query's negatives")
-    return counts
+    return checked
 
 
 def without_padding(arrays: ArrayLibrary, columns: list[Array], index: int, counts: Array) -> list[Array]:

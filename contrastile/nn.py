@@ -25,7 +25,6 @@ except ModuleNotFoundError:
     require("contrastile.nn", "torch")
     raise
 
-
 _PARAMETERS = signature(clip_loss).parameters | signature(sigmoid_loss).parameters
 _DEFAULT_OPTIONS = {name: parameter.default for name, parameter in _PARAMETERS.items()} | DEFAULTS
 

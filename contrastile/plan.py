@@ -69,7 +69,6 @@ DEFAULTS: Settings = {
     "block": None,
 }
 
-
 AnySettings = Settings | dict[str, Any]
 
 

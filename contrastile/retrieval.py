@@ -241,7 +241,7 @@ class _Search:
         paired: bool = True,
     ) -> None:
         side = TILE if tile is None else tile
-        self._has_positives, self._shows_progress = paired, progress
+        self._has_positives, self._progress = paired, progress
         # a search with a group always gathers the columns
         world = Handshake.of(group, "auto" if group is None else "gather", "mean", backend="torch")
         world.build(self._meet, rows, columns, positives, ids, {"tile": side, **sizes}, bounds)
@@ -316,7 +316,7 @@ class _Search:
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """For each block of rows its first row and its positives."""
-        with bar(shown=self._shows_progress) as report:
+        with bar(shown=self._progress) as report:
             for top in range(0, len(self.rows), self._height):
                 report(top, len(self.rows), "rows")
                 yield top, self.positives[top : top + self._height]
@@ -331,12 +331,8 @@ class _Search:
     def _subset(self, rows: Tensor) -> _Search:
         """A search of some of the rows, with stored tiles."""
         part = copy(self)
-        part.fused, part._height, part._shows_progress, part._explicit = (
-            None,
-            max(1, GPU_PRODUCTS // self._width),
-            False,
-            True,
-        )
+        part.fused, part._progress, part._explicit = None, False, True
+        part._height = max(1, GPU_PRODUCTS // self._width)
         part.rows, part.positives = self.rows[rows], self.positives[rows]
         part._row_ids = None if self._row_ids is None else self._row_ids[rows]
         return part
