@@ -63,7 +63,7 @@ def clip(
     guides = order.take(*guides)
     traits = {"ids": ids is not None, "guide": _width(guides), **options}
     batch = world.meet(arrays, rows, (columns,), (scale, scale_0d), loss="clip_loss", **traits)
-    u, weight, target, positives = _diagonal(check, arrays, 0.5 / batch.rows, batch.start, batch.start + m, state, rows)
+    u, weight, target, positives = _pairs(check, arrays, 0.5 / batch.rows, batch.start, batch.start + m, state, rows)
     if weights is not None:
         weight = _normalized_weights(world, arrays, weights, state, 0.5)
     if ids_are == "positives":
@@ -88,9 +88,8 @@ def clip(
         column_guide=guides[1],
         **form,
     )
-    orders = order, order
     return LossProblem(
-        arrays, problem, lambda g: (*_restore(arrays, (image, text), (g.rows, g.columns[0]), orders), g.scale)
+        arrays, problem, lambda g: (*_restore(arrays, (image, text), (g.rows, g.columns[0]), (order, order)), g.scale)
     )
 
 
@@ -135,8 +134,7 @@ def info_nce(
     columns, m = list(column_blocks), rows.shape[0]  # torch 2.6 traces the blocks as a tuple
     counts: Any = None if per_query is None and in_batch else counts_of(check, arrays, rows, per_query, negative_counts)
     own_block = columns.pop() if not share_negatives else None if in_batch else arrays.detached(rows[:0])
-    n = sum(x.shape[0] for x in columns)
-    state = state_dtype(arrays.dtype(rows))
+    n, state = sum(x.shape[0] for x in columns), state_dtype(arrays.dtype(rows))
     scale_0d = check.scalar("scale", scale, arrays, state, rows)
     if negative_counts is not None and not validation.values_are_readable(arrays, counts):
         scale_0d = _nan_if(arrays, ((counts < 0) | (counts > (per_query[1][1] if per_query else 0))).any(), scale_0d)
@@ -162,7 +160,7 @@ def info_nce(
         needs_gradient = [bool(getattr(x, "requires_grad", False)) for x in (*columns[: not in_batch], own_block)]
         traits["gradients of own columns"] = tuple(needs_gradient)
     batch = world.meet(arrays, rows, columns[not in_batch :], (scale, scale_0d), loss="info_nce", **traits, **options)
-    u, weight, target, diagonal = _diagonal(check, arrays, 1.0 / batch.rows, batch.start, batch.start + m, state, rows)
+    u, weight, target, diagonal = _pairs(check, arrays, 1.0 / batch.rows, batch.start, batch.start + m, state, rows)
     is_plain = own_block is positives is row_ids is None and not options and len(columns) == 1
     if weights is not None or are_positives:
         if are_positives:
@@ -221,9 +219,7 @@ def nt_xent(
     scale_0d = check.scalar("scale", scale, arrays, state, views)
     weights = None if weights is None else check.floats("weights", weights, m, "sample", arrays, views)
     batch = world.meet(arrays, views, (views,), (scale, scale_0d), loss="nt_xent", **options)
-    u, weight, target, diagonal = _diagonal(
-        check, arrays, 1.0 / batch.rows, batch.start, batch.start + 2 * m, state, views
-    )
+    u, weight, target, itself = _pairs(check, arrays, 1.0 / batch.rows, batch.start, batch.start + 2 * m, state, views)
     if weights is not None:
         weight = _normalized_weights(world, arrays, arrays.concat([weights] * 2), state)
     problem = Problem(
@@ -232,8 +228,8 @@ def nt_xent(
         scale=scale_0d,
         row_weight=weight,
         row_target=target,
-        positives=check.once("partners", lambda: arrays.concat([diagonal[m:], diagonal[:m]])),
-        excluded=diagonal,
+        positives=check.once("partners", lambda: arrays.concat([itself[m:], itself[:m]])),
+        excluded=itself,
         placement=batch.placement,
         whole=None if options else u,
         **form,
@@ -321,7 +317,7 @@ def sigmoid(
     numbers = (scale, scale_0d), (bias, bias_0d)
     traits = {"ids": ids is not None, "mean_positives": bool(mean_positives)}
     batch = world.meet(arrays, rows, (columns,), *numbers, loss="sigmoid_loss", **traits, **options)
-    u, weight, target, diagonal = _diagonal(check, arrays, 1.0 / batch.rows, batch.start, batch.start + m, state, rows)
+    u, weight, target, diagonal = _pairs(check, arrays, 1.0 / batch.rows, batch.start, batch.start + m, state, rows)
     if mean_positives:
         weights = arrays.full((m,), 1.0, "float64", rows) if weights is None else weights
         share = _reciprocal(arrays, world.count_in(arrays, ids, order.rising(ids)), "float64")
@@ -393,27 +389,25 @@ def statistics(
     traits.update({"limits": tuple(x is not None for x in limits), "rows against themselves": is_symmetric})
     batch = world.meet(arrays, rows, blocks or (rows,), (scale, scale_0d), loss="statistics", **traits, **options)
     diagonal = arrays.arange(batch.start, batch.start + m, rows)
-    row_target, column_target = (arrays.full((size,), 1.0, state, rows) for size in (m, n))
+    t_rows, t_columns = (arrays.full((size,), 1.0, state, rows) for size in (m, n))
     if match == "target":
-        sorted_rows, sorted_columns = (arrays.sorted(x)[0] for x in ids)
-        count = world.count_in(arrays, ids[0], sorted_columns, of_rows=is_symmetric)
-        row_target = _reciprocal(arrays, count - 1 if is_symmetric else count, state)
-        column_target = (
-            row_target if is_symmetric else _reciprocal(arrays, world.count_in(arrays, ids[1], sorted_rows), state)
-        )
+        row_keys, column_keys = (arrays.sorted(x)[0] for x in ids)
+        count = world.count_in(arrays, ids[0], column_keys, of_rows=is_symmetric)
+        t_rows = _reciprocal(arrays, count - 1 if is_symmetric else count, state)
+        t_columns = t_rows if is_symmetric else _reciprocal(arrays, world.count_in(arrays, ids[1], row_keys), state)
     elif positives is not None:
         scale_0d = _scale_or_nan(world, arrays, positives, batch.columns, scale_0d, least=-1)
         # several rows may share one positive
         column_numbers = arrays.arange(batch.start, batch.start + n, rows)
-        column_target = _reciprocal(arrays, world.count_in(arrays, column_numbers, arrays.sorted(positives)[0]), state)
+        t_columns = _reciprocal(arrays, world.count_in(arrays, column_numbers, arrays.sorted(positives)[0]), state)
     problem = Problem(
         rows=rows,
         columns=tuple(blocks),
         scale=scale_0d,
-        row_weight=row_target,
-        row_target=row_target,
-        column_weight=None if is_symmetric else column_target,
-        column_target=None if is_symmetric else column_target,
+        row_weight=t_rows,
+        row_target=t_rows,
+        column_weight=None if is_symmetric else t_columns,
+        column_target=None if is_symmetric else t_columns,
         positives=None if match == "target" or is_symmetric else diagonal if positives is None else positives,
         excluded=diagonal if is_symmetric else None,
         row_ids=ids[0],
@@ -444,14 +438,14 @@ def _width(guide: Guide) -> int | None:
     return None if guide[0] is None else int(guide[0].shape[1])
 
 
-def ids_of_both(check: Any, arrays: ArrayLibrary, rows: Array, row: str, *named_ids: tuple[str, Any, int]) -> list[Any]:
+def ids_of_both(check: Any, arrays: ArrayLibrary, rows: Array, row: str, *sides: tuple[str, Any, int]) -> list[Any]:
     """The checked ids of rows and columns, each passed as (name, ids, length); two None without ids."""
-    (_, row_ids, _), (_, column_ids, _) = named_ids
+    (_, row_ids, _), (_, column_ids, _) = sides
     if (row_ids is None) != (column_ids is None):
         raise ValueError("row_ids and column_ids must be given together, got only one; give both, or neither")
     return [
         None if ids is None else check.integers(name, ids, size, noun, arrays, rows)
-        for (name, ids, size), noun in zip(named_ids, (row, "column"), strict=True)
+        for (name, ids, size), noun in zip(sides, (row, "column"), strict=True)
     ]
 
 
@@ -484,7 +478,7 @@ def _reciprocal(arrays: ArrayLibrary, count: Array, state: str) -> Array:
     return 1.0 / arrays.maximum(arrays.cast(count, state), 1.0)
 
 
-def _diagonal(
+def _pairs(
     check: Any, arrays: ArrayLibrary, weight: float, start: int, stop: int, dtype: str, like: Array
 ) -> Sequence[Any]:
     """``weight``, and of rows with positives ``start`` to ``stop`` - 1: their weights, targets of 1, and positives."""
