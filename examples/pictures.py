@@ -40,8 +40,8 @@ def caption(kind: int) -> str:
 
 def bags(captions: list[str]) -> Tensor:
     """Which words each caption has: (n, words)."""
-    word_lists = [text.split() for text in captions]
-    return torch.tensor([[float(word in text) for word in WORDS] for text in word_lists])
+    split = [text.split() for text in captions]
+    return torch.tensor([[float(word in text) for word in WORDS] for text in split])
 
 
 def draw(kinds: Tensor) -> Tensor:
@@ -63,7 +63,8 @@ def draw(kinds: Tensor) -> Tensor:
         "ring": (distance <= radius) & (distance > radius - 2),
         "cross": (torch.minimum(x.abs(), y.abs()) < 1) & (square <= radius),
     }
-    inside = torch.stack([forms[shape][i] for i, (_, _, shape, _) in enumerate(attributes)])
+    shapes = enumerate(shape for _, _, shape, _ in attributes)
+    inside = torch.stack([forms[shape][i] for i, shape in shapes])
     colours = inside[:, None] * colour[:, :, None, None]
     return colours + 0.3 * torch.randn(len(attributes), 3, SIDE, SIDE)
 

@@ -1,4 +1,7 @@
-"""The numpy backend: every primitive on tiles, in float64. It trades speed for brevity, and is always available."""
+"""The numpy backend: every primitive on tiles, in float64.
+
+It trades speed for brevity, and is always available.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ from contrastile.backends.pairs import merged_pairs, pair
 
 
 class Tile(NamedTuple):
-    """Rows (tr, d) against columns (tc, d): their ranges, the factors q and k of G, logits x and pairs.
+    """Rows (tr, d) against columns (tc, d): ranges, factors q, k of G, logits, pairs.
 
-    ``beyond``: which pairs exceed their rows' limits, and which exceed their columns' limits.
+    ``beyond``: which pairs exceed their rows' limits, and which their columns'.
     """
 
     rows: slice
@@ -44,37 +47,46 @@ def tiles(block: Block, options: Options) -> Iterator[Tile]:
     for i in range(0, len(block.rows), height):
         for j in range(0, len(block.columns), width):
             rows, columns = slice(i, i + height), slice(j, j + width)
-            q, k = block.rows[rows].astype(np.float64), block.columns[columns].astype(np.float64)
+            q = block.rows[rows].astype(np.float64)
+            k = block.columns[columns].astype(np.float64)
             bias = 0.0 if block.bias is None else float(block.bias)
             x = float(block.scale) * (q @ k.T) + bias
-            indices, nowhere = np.arange(j, j + len(k)), np.zeros(x.shape, np.bool_)
-            equal = nowhere
+            index, nowhere = np.arange(j, j + len(k)), np.zeros(x.shape, np.bool_)
+            equal = excluded = named = nowhere
             if pairs.row_ids is not None and pairs.column_ids is not None:
                 equal = pairs.row_ids[rows, None] == pairs.column_ids[columns]
-            excluded = nowhere if pairs.excluded is None else pairs.excluded[rows, None] == indices
-            named = nowhere if pairs.positives is None else pairs.positives[rows, None] == indices
-            positive, dropped = (equal, nowhere) if pairs.match == "target" else (named, equal)
+            if pairs.excluded is not None:
+                excluded = pairs.excluded[rows, None] == index
+            if pairs.positives is not None:
+                named = pairs.positives[rows, None] == index
+            is_target = pairs.match == "target"
+            positive, dropped = (equal, nowhere) if is_target else (named, equal)
             positive = positive & ~excluded
             compared = x
             if pairs.row_guide is not None and pairs.column_guide is not None:
                 guides = pairs.row_guide[rows], pairs.column_guide[columns]
                 compared = np.matmul(guides[0], guides[1].T, dtype=np.float64)
-            beyond_rows = nowhere if pairs.row_limits is None else compared > pairs.row_limits[rows, None]
-            beyond_columns = nowhere if pairs.column_limits is None else compared > pairs.column_limits[columns]
-            admitted, beyond = positive | ~(dropped | excluded), (beyond_rows, beyond_columns)
+            beyond_row = beyond_column = nowhere
+            if pairs.row_limits is not None:
+                beyond_row = compared > pairs.row_limits[rows, None]
+            if pairs.column_limits is not None:
+                beyond_column = compared > pairs.column_limits[columns]
+            beyond = beyond_row, beyond_column
+            admitted = positive | ~(dropped | excluded)
             if block.values is not None:
                 row_values, column_values = block.values
-                q, k = row_values[rows].astype(np.float64), column_values[columns].astype(np.float64)
+                q = row_values[rows].astype(np.float64)
+                k = column_values[columns].astype(np.float64)
             yield Tile(rows, columns, q, k, x, positive, admitted, beyond)
 
 
 def merge(state: Array, x: Array, axis: int) -> None:
-    """Merge the log-sum-exps of x along an axis into the state, (.., 2): -inf changes nothing."""
+    """Merge the log-sum-exps of x along an axis into the state, (.., 2)."""
     largest = x.max(axis, keepdims=True, initial=-np.inf)
     # -inf - (-inf) would be NaN; +inf has no softmax and must give NaN
     reference = np.where(largest == -np.inf, 0.0, largest)
-    tile_lse = pair(np, reference.squeeze(axis), np.log(np.exp(x - reference).sum(axis)))
-    state[:] = merged_pairs(np, state, tile_lse)
+    log = np.log(np.exp(x - reference).sum(axis))
+    state[:] = merged_pairs(np, state, pair(np, reference.squeeze(axis), log))
 
 
 @np.errstate(all="ignore")
@@ -110,19 +122,23 @@ def gradients(
         x = tile.x
         if block.pairs.match == "drop":
             # a named positive's logit must be the one in the loss, to the last bit
-            x = np.where(tile.positive, weights.rows.positive_lse[tile.rows, None, 0], x)
+            logits = weights.rows.positive_lse[tile.rows, None, 0]
+            x = np.where(tile.positive, logits, x)
         g = np.zeros_like(x)
         places = (tile.rows, None), tile.columns
-        for place, side, side_bars, beyond in zip(places, sides, bars, tile.beyond, strict=False):
-            n, p, target = side.negative_lse[place], side.positive_lse[place], side.target[place]
+        parts = zip(places, sides, bars, tile.beyond, strict=False)
+        for place, side, side_bars, beyond in parts:
+            n, p = side.negative_lse[place], side.positive_lse[place]
+            target = side.target[place]
             by_n, by_p, by_d = (bar[place] for bar in side_bars)
             negatives, q = (np.exp((x - lse[..., 0]) - lse[..., 1]) for lse in (n, p))
-            # a single positive has target 1 and x = P, though the product may round x otherwise
+            # a single positive has target 1 and x = P, however the product rounds x
             q = np.where(target == 1, 1.0, q)
             positive = _multiply_bar(by_p, q) + _multiply_bar(by_d, q - target)
             negative = np.where(beyond, 0.0, _multiply_bar(by_n, negatives))
             g += np.where(tile.positive, positive, negative)
-        _add_gradients(np.where(tile.admitted, g, 0.0), tile, row_gradient, column_gradient)
+        g = np.where(tile.admitted, g, 0.0)
+        _add_gradients(g, tile, row_gradient, column_gradient)
 
 
 def _multiply_bar(bar: Array, x: Array) -> Array:
