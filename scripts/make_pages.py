@@ -126,7 +126,9 @@ def errors(results: Path) -> str:
     for title, provocations in module.PROVOCATIONS.items():
         rows = []
         for case in provocations:
-            call = f"`{case.line}`" + (f", {case.without} not installed" if case.without else "")
+            # browsers keep the indentation of a script's lines only in no-break spaces
+            call = "<br>".join(f"`{line}`" for line in case.text.replace("    ", 4 * "\N{NO-BREAK SPACE}").split("\n"))
+            call += f", {case.without} not installed" if case.without else ""
             rows.append([call, f"`{case.known}`", escaped(module.message(case, case.libraries[0]))])
         lines += [f"## {title}", table(["call", "raises", "message"], rows, left=(0, 1, 2))]
     return "\n\n".join(lines)
