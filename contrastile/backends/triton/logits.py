@@ -16,10 +16,10 @@ _PTX = tl.constexpr(not INTERPRETED and torch.version.hip is None)
 
 @triton.jit
 def rounded(acc, alpha):
-    """``acc alpha``, rounded to float32 before anything is added to it, by the forward as by the backward.
+    """``acc alpha`` rounded to float32, so that the forward and the backward pass add to the same number.
 
-    A compiler makes one fused operation of a product and a difference. Near the top of large logits the difference is
-    exact; of an unrounded product it would be off by half an ulp of the logit in one of the two passes.
+    A compiler fuses a product with the difference that follows. Near the top of large logits the difference is exact;
+    with an unrounded product it would be off by half an ulp of the logit in one of the two passes.
     """
     if _PTX:
         return tl.inline_asm_elementwise(
@@ -30,22 +30,22 @@ def rounded(acc, alpha):
 
 @triton.jit
 def binary_orders(scale):
-    """The factor that turns logits ``scale dot`` into ALPHA dot, float64: log2 e but for the rounding of ALPHA.
+    """The factor that turns logits ``scale dot`` into ALPHA dot, float64: log2 e up to the rounding of ALPHA.
 
-    Turned to and fro by this factor and not by log2 e, a logit is the same number in the forward and in the backward.
+    Both passes convert by this factor instead of log2 e, so that a logit is the same number in both.
     """
     alpha = (scale * LOG2E).to(tl.float64)
-    usable = (scale != 0.0) & (tl.abs(alpha) < float("inf"))
-    return tl.where(usable, alpha / tl.where(usable, scale, 1.0).to(tl.float64), LOG2E)
+    is_usable = (scale != 0.0) & (tl.abs(alpha) < float("inf"))
+    return tl.where(is_usable, alpha / tl.where(is_usable, scale, 1.0).to(tl.float64), LOG2E)
 
 
 @triton.jit
 def log1p(y):
     """``log(1 + y)`` of float64 y from 0 to 1, to full relative accuracy."""
     w = 1.0 + y
-    exact = w == 1.0
-    # what 1 + y has lost, its logarithm has lost in proportion
-    return tl.where(exact, y, tl.log(w) * (y / tl.where(exact, 1.0, w - 1.0)))
+    is_one = w == 1.0
+    # y / (w - 1) corrects the logarithm for the rounding of w
+    return tl.where(is_one, y, tl.log(w) * (y / tl.where(is_one, 1.0, w - 1.0)))
 
 
 @triton.jit
@@ -62,28 +62,28 @@ def sigmoid(x):
 
 @triton.jit
 def log_add(a, b):
-    """``log(exp a + exp b)`` in float64: -inf of two -inf, NaN of a NaN."""
+    """``log(exp a + exp b)`` in float64; -inf for two -inf, NaN if either is NaN."""
     high, low = tl.maximum(a, b), tl.minimum(a, b)
-    bounded = tl.abs(high) < float("inf")
-    total = tl.where(bounded, high + log1p(tl.exp(tl.where(bounded, low - high, 0.0))), high)
+    is_finite = tl.abs(high) < float("inf")
+    total = tl.where(is_finite, high + log1p(tl.exp(tl.where(is_finite, low - high, 0.0))), high)
     return tl.where((a != a) | (b != b), a + b, total)
 
 
 @triton.jit
 def split(x):
-    """Float64 x as a float32 and the rest, which is 0 where it is a mere rounding of x.
+    """Float64 x as a float32 and the rest; the rest is 0 where it is only the rounding error of x.
 
-    A rest beyond 64 in size goes with nothing: where float32 numbers lie that far apart, a log-sum-exp has as its
-    nearest one its largest term.
+    The rest is at most 64 in size. Where float32 numbers lie further apart, the one nearest to a log-sum-exp is its
+    largest term.
     """
     high = x.to(tl.float32)
     low = x - high.to(tl.float64)
-    # NaN and what is infinite have no rest
-    counts = (tl.abs(high) < float("inf")) & (tl.abs(low) > tl.abs(high).to(tl.float64) * 9.094947017729282e-13)
-    return high, tl.minimum(tl.maximum(tl.where(counts, low, 0.0), -64.0), 64.0)
+    # NaN and infinities have no rest
+    has_rest = (tl.abs(high) < float("inf")) & (tl.abs(low) > tl.abs(high).to(tl.float64) * 9.094947017729282e-13)
+    return high, tl.minimum(tl.maximum(tl.where(has_rest, low, 0.0), -64.0), 64.0)
 
 
 @triton.jit
 def bias_of(bias):
-    """The bias in float64, 0 where there is none."""
+    """The bias in float64, 0 if there is none."""
     return 0.0 if bias is None else tl.load(bias).to(tl.float64)

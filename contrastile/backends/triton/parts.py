@@ -2,13 +2,13 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """Float32 numbers for tensor cores: rounded to nearest tf32, or as sums of parts that bfloat16 holds exactly.
 
-A float32 has 24 bits. ``x = x0 + x1 + x2`` with 8 of them in each part, so that the parts are exact in bfloat16 and
-``|x1| <= 2^-8 |x|``, ``|x2| <= 2^-17 |x|``. Of the nine products of two such sums six are taken, the smallest first;
-the others amount to ``2 2^-8 2^-17 + 2^-34 < 2^-23.9`` of |x y|: as much as one rounding of each factor to float32.
-From two parts, of which ``x - x0 - x1`` is at most 2^-17 |x|, three products leave out at most 2^-14.9.
+A float32 has 24 bits. In ``x = x0 + x1 + x2`` each part has 8 of them, so that the parts are exact in bfloat16 and
+``|x1| <= 2^-8 |x|``, ``|x2| <= 2^-17 |x|``. The product of two such sums is computed as six of its nine products, the
+smallest first. The others amount to ``2 2^-8 2^-17 + 2^-34 < 2^-23.9`` of |x y|: as much as one rounding of each factor
+to float32. With two parts ``x - x0 - x1`` is at most 2^-17 |x|, and three products leave out at most 2^-14.9 of |x y|.
 
-Tensor cores truncate as they add, always towards 0: of a sum of 8192 terms of one sign 3e-5 is lost. A logit's sum is
-no longer than a feature is wide; one over all columns or rows is taken from them every few terms: ``add``.
+Tensor cores truncate each sum towards 0: a sum of 8192 terms of one sign loses 3e-5 of itself. The sum of a logit has
+as many terms as features are wide. A sum over all columns or rows leaves the tensor cores every few terms: ``add``.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ TERMS = tl.constexpr(6)
 ROW_PARTS = tl.constexpr(0b00_00_01_00_01_10)
 COLUMN_PARTS = tl.constexpr(0b00_01_00_10_01_00)
 
-# the same for two parts, on the host: how many parts -> the parts of G and of the features, smallest products first
+# number of parts -> the parts of G and of the features that the host multiplies, smallest products first
 PRODUCTS = {1: [(0, 0)], 2: [(1, 0), (0, 1), (0, 0)], 3: [(2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)]}
 
-# how a kernel that reads the features themselves turns them into factors
+# how a kernel turns features into the factors of its products: see ``factor``
 PLAIN = tl.constexpr(0)
 TF32 = tl.constexpr(1)
 SPLIT = tl.constexpr(2)
 
-# the interpreter gets products of bfloat16 wrong; float32 holds the parts just as well
+# the interpreter computes wrong products of bfloat16; float32 also holds the parts exactly
 PART = tl.constexpr(tl.float32 if INTERPRETED else tl.bfloat16)
 
 
 @triton.jit
 def nearest(x, DROPPED: tl.constexpr):
-    """X to the nearest number whose last DROPPED bits are 0, ties away from zero: 13 for tf32, 16 for bfloat16."""
+    """The number nearest to x whose last DROPPED bits are 0, ties away from zero: 13 for tf32, 16 for bfloat16."""
     bits = x.to(tl.int32, bitcast=True) + (1 << (DROPPED - 1))
     rounded = ((bits >> DROPPED) << DROPPED).to(tl.float32, bitcast=True)
-    # of a NaN the sum may carry into the sign
+    # NaN stays: its sum above may carry into the sign
     return tl.where(tl.abs(x) < float("inf"), rounded, x)
 
 
 @triton.jit
 def part(x, WHICH: tl.constexpr):
-    """Part 0, 1 or 2 of x, float32 but exact in bfloat16; of what is not finite part 0 is all, the others 0."""
+    """Part 0, 1 or 2 of x, float32 but exact in bfloat16. If x is not finite, part 0 is x and the others are 0."""
     high = nearest(x, 16)
     if WHICH == 0:
         return high
@@ -61,7 +61,7 @@ def part(x, WHICH: tl.constexpr):
 
 @triton.jit
 def factor(x, HOW: tl.constexpr, WHICH: tl.constexpr):
-    """What the products read of a feature: itself, rounded to tf32, or one part of it."""
+    """What the products take for a feature x: x itself, x rounded to tf32, or part WHICH of x."""
     if HOW == TF32:
         return nearest(x, 13)
     if HOW == SPLIT:
@@ -71,7 +71,7 @@ def factor(x, HOW: tl.constexpr, WHICH: tl.constexpr):
 
 @triton.jit
 def add(total, x):
-    """``total + x``, rounded to nearest. A plain sum would be taken into the tensor cores' own, which truncate."""
+    """``total + x``, rounded to nearest. The compiler would let the tensor cores add a plain sum, and they truncate."""
     return tl.fma(x, tl.full(x.shape, 1.0, tl.float32), total)
 
 
@@ -81,20 +81,20 @@ def divide(
     x, out, length, depth, span, stride, out_stride, HOW: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
-    """Factors of x (length, depth) to out (length, PARTS span), part beside part, zeros from depth to span."""
+    """Write factors of x (length, depth) to out (length, PARTS span): parts side by side, zeros from depth to span."""
     i = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     k = tl.program_id(1) * BD + tl.arange(0, BD)
     value = tl.load(x + i[:, None] * stride + k[None, :], mask=(i < length)[:, None] & (k < depth)[None, :], other=0.0)
-    at = out + i[:, None] * out_stride + k[None, :]
+    pointers = out + i[:, None] * out_stride + k[None, :]
     inside = (i < length)[:, None] & (k < span)[None, :]
     for which in tl.static_range(PARTS):
-        tl.store(at + which * span, factor(value, HOW, which).to(out.dtype.element_ty), mask=inside)
+        tl.store(pointers + which * span, factor(value, HOW, which).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def store_parts(to, row, column, value):
-    """A tile to the first of three descriptors, in its dtype; or its parts to as many as there are."""
-    g, middle, low = to
+def store_parts(out, row, column, value):
+    """Store a tile through the descriptors (g, middle, low): whole if middle is None, else in two or three parts."""
+    g, middle, low = out
     if middle is None:
         g.store([row, column], value.to(g.dtype))
     else:
@@ -105,13 +105,13 @@ def store_parts(to, row, column, value):
 
 
 @triton.jit
-def scatter_parts(to, at, value, inside):
-    """The same to pointers, ``value`` float32."""
-    g, middle, low = to
+def scatter_parts(out, offsets, value, inside):
+    """Store float32 values through pointers (g, middle, low), whole or in parts: see ``store_parts``."""
+    g, middle, low = out
     if middle is None:
-        tl.store(g + at, value.to(g.dtype.element_ty), mask=inside)
+        tl.store(g + offsets, value.to(g.dtype.element_ty), mask=inside)
     else:
-        tl.store(g + at, part(value, 0).to(g.dtype.element_ty), mask=inside)
-        tl.store(middle + at, part(value, 1).to(g.dtype.element_ty), mask=inside)
+        tl.store(g + offsets, part(value, 0).to(g.dtype.element_ty), mask=inside)
+        tl.store(middle + offsets, part(value, 1).to(g.dtype.element_ty), mask=inside)
         if low is not None:
-            tl.store(low + at, part(value, 2).to(g.dtype.element_ty), mask=inside)
+            tl.store(low + offsets, part(value, 2).to(g.dtype.element_ty), mask=inside)

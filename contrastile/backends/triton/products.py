@@ -31,7 +31,7 @@ def add_product(
 ):  # fmt: skip
     """``out (m, n) += G F``, or ``= G F`` if FRESH, with F (terms, n), G (m, terms) or its transpose (terms, m).
 
-    EXACT: each step's products are added to the sum of those before as ``parts.add`` adds.
+    EXACT: ``parts.add`` adds each step's products to the sum of the steps before.
     """
     row_tiles, column_tiles = tl.cdiv(m, BM), tl.cdiv(n, BN)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
@@ -45,11 +45,11 @@ def add_product(
             else:
                 acc = tl.dot(left, right, acc, input_precision=PRECISION)
         i, j = r * BM + tl.arange(0, BM), c * BN + tl.arange(0, BN)
-        at = out + i.to(tl.int64)[:, None] * out_stride + j[None, :]
+        pointers = out + i.to(tl.int64)[:, None] * out_stride + j[None, :]
         inside = (i < m)[:, None] & (j < n)[None, :]
         if not FRESH:
-            acc += tl.load(at, mask=inside, other=0.0)
-        tl.store(at, acc, mask=inside)
+            acc += tl.load(pointers, mask=inside, other=0.0)
+        tl.store(pointers, acc, mask=inside)
 
 
 @cache

@@ -1,6 +1,6 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Ranks and nearest columns: each tile of dot products is compared with a threshold of each row, and never stored.
+"""Ranks and nearest columns: each tile of dot products is compared with the rows' thresholds, and never stored.
 
 A dot has the same bits wherever its row and its column are: tensor cores add over the features in one order, whatever
 the tile. So a column's dot equals the same dot in another launch, and equal columns tie.
@@ -26,7 +26,7 @@ from contrastile.backends.triton.tiles import NO_IDS, dots, pairs, place, touche
 _COUNT, _PEAKS, _COLLECT = (tl.constexpr(x) for x in range(3))
 
 _EMPTY = -0x7F800001 << 32
-"""The key of an empty place: that of -inf, after the keys of all columns."""
+"""The key of an empty place: that of -inf, which is less than the keys of all columns."""
 
 
 @kernel
@@ -36,63 +36,63 @@ def search_tiles(
     WHAT: tl.constexpr, IDS: tl.constexpr, PARTS: tl.constexpr, RAGGED: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What WHAT says of the dots of m rows and n columns.
+    """Compare the dots of m rows and n columns with the rows' bars, or find the parts' maxima, as WHAT says.
 
-    rows, columns: descriptors of features. Columns of the row's id do not count, nor dots beyond the row's limit. The
-    columns of a tile that are alike modulo PARTS are one part of it.
+    rows, columns: descriptors of features. Columns with the row's id do not count, nor do dots beyond the row's limit.
+    A tile's columns that are congruent modulo PARTS form one part of it.
 
-    * _COUNT: adds to out (m,), int64, how many dots are not under the row's bar.
-    * _PEAKS: to out (m, tiles, PARTS) the largest dot of each part of each tile, -inf of no column.
-    * _COLLECT: to keys (m, room) a key of each dot from the row's bar on, which is not -inf, in any order, while there
-      is room; to out (m,), int32, how many there are. Keys, int64, are in the order of the dots, and of equal ones in
-      the falling order of ``numbers`` (n,), int64: what the columns are called.
+    * _COUNT: adds to out (m,), int64, the number of dots that are not below the row's bar.
+    * _PEAKS: writes to out (m, tiles, PARTS) the largest dot of each part of each tile, -inf if no column counts.
+    * _COLLECT: writes to keys (m, room) the key of each dot that reaches the row's bar and is not -inf, in any order,
+      while there is room; adds their number to out (m,), int32. Keys, int64, have the order of the dots; of equal
+      dots, that of the column with the smaller number has the larger key. numbers: (n,) int64, of the columns.
 
-    The last two are of dots that are finite.
+    _PEAKS and _COLLECT require finite dots.
     """
     row_tiles, column_tiles = tl.cdiv(m, BM), tl.cdiv(n, BN)
     masks = None, None, row_ids, column_ids
-    # a fused loop may hold no branch on what it has computed
+    # a flattened loop must not branch on values that it has computed
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=WHAT != _COLLECT):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
         x = dots(rows, columns, r * BM, c * BN, depth, BM, BN, BK, PRECISION, False)
         i, j = r * BM + tl.arange(0, BM), c * BN + tl.arange(0, BN)
         inside = i < m
-        under = 1.0 if WHAT == _COUNT else float("-inf")
+        ignored = 1.0 if WHAT == _COUNT else float("-inf")
         if WHAT != _PEAKS:
             bar = tl.load(bars + i, mask=inside, other=float("inf"))[:, None]
         if limits is not None:
-            x = within_limits(x, under, x, None, limits, i, m, 1)
+            x = within_limits(x, ignored, x, None, limits, i, m, 1)
         if WHAT == _COUNT:
             x = tl.where(x < bar, 1.0, 0.0)
         if RAGGED and c == column_tiles - 1:
-            x = tl.where((j < n)[None, :], x, under)
+            x = tl.where((j < n)[None, :], x, ignored)
         if IDS != NO_IDS:  # noqa: SIM102 (decided as it is compiled)
             if touched(r * BM, c * BN, m, n, masks, BM, BN, False, False, IDS):
                 _positive, admitted = pairs(i, j, m, n, masks, False, False, IDS)
-                x = tl.where(admitted, x, under)
+                x = tl.where(admitted, x, ignored)
         if WHAT == _COUNT:
             tl.atomic_add(out + i, (BN - tl.sum(x, 1)).to(tl.int64), mask=inside, sem="relaxed")
         else:
-            # the columns of a part are in one thread
-            x, part = tl.reshape(x, (BM, BN // PARTS, PARTS)), tl.arange(0, PARTS)
+            # one thread holds all columns of a part
+            x, parts = tl.reshape(x, (BM, BN // PARTS, PARTS)), tl.arange(0, PARTS)
             if WHAT == _PEAKS:
-                at = out + i.to(tl.int64)[:, None] * (column_tiles * PARTS) + (c * PARTS + part)[None, :]
-                tl.store(at, tl.max(x, 1), mask=inside[:, None])
+                pointers = out + i.to(tl.int64)[:, None] * (column_tiles * PARTS) + (c * PARTS + parts)[None, :]
+                tl.store(pointers, tl.max(x, 1), mask=inside[:, None])
             else:
-                to, line = keys + i.to(tl.int64)[:, None] * room, tl.arange(0, BN // PARTS)
+                row_keys, positions = keys + i.to(tl.int64)[:, None] * room, tl.arange(0, BN // PARTS)
                 counts = out + i[:, None] + tl.zeros((BM, PARTS), tl.int32)
                 peaks = tl.max(x, 1)
-                # a part seldom has two
+                # a part seldom has two dots that reach the bar
                 while tl.max(tl.reshape((peaks >= bar).to(tl.int32), (BM * PARTS,), can_reorder=True), 0) != 0:
-                    found = (peaks >= bar) & inside[:, None]
-                    which = tl.max(tl.where(x == peaks[:, None, :], line[None, :, None], 0), 1)
-                    number = tl.load(numbers + c * BN + which * PARTS + part[None, :], mask=found, other=0)
-                    at = tl.atomic_add(counts, 1, mask=found, sem="relaxed")
-                    # -0 ties with 0
+                    reaches_bar = (peaks >= bar) & inside[:, None]
+                    position = tl.max(tl.where(x == peaks[:, None, :], positions[None, :, None], 0), 1)
+                    number = tl.load(numbers + c * BN + position * PARTS + parts[None, :], mask=reaches_bar, other=0)
+                    slot = tl.atomic_add(counts, 1, mask=reaches_bar, sem="relaxed")
+                    # + 0.0 turns -0 into 0, so that they tie
                     bits = (peaks + 0.0).to(tl.int32, bitcast=True)
                     key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0xFFFFFFFF - number)
-                    tl.store(to + at, key, mask=found & (at < room))
-                    x = tl.where(line[None, :, None] == which[:, None, :], float("-inf"), x)
+                    tl.store(row_keys + slot, key, mask=reaches_bar & (slot < room))
+                    x = tl.where(positions[None, :, None] == position[:, None, :], float("-inf"), x)
                     peaks = tl.max(x, 1)
 
 

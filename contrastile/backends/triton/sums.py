@@ -18,23 +18,23 @@ def finalize_rows(
     sums, rows, out, inner, scale, plan, m, sums_stride, row_stride, out_stride, depth,
     LINES: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """``out = scale R``, rounded once, and ``sum over LINES rows of <q_i, R_i>`` in float64 to inner (programs,).
+    """Write ``out = scale R``, rounded once, and sums over LINES rows of ``<q_i, R_i>`` to inner (programs,), float64.
 
     sums: (m, d) float32, GRADIENT_SCALE times R = G K; rows: (m, d) features; out: (m, d) in the features' dtype.
     """
     i = tl.program_id(0) * LINES + tl.arange(0, LINES)
     inside = i < m
     s = tl.load(scale)
-    # a power of two: exact both ways
-    undo = 1.0 / tl.load(plan + GRADIENT_SCALE)
+    # exact, because GRADIENT_SCALE is a power of two
+    inverse_scale = 1.0 / tl.load(plan + GRADIENT_SCALE)
     dot = tl.zeros((LINES,), tl.float32)
     for k in range(0, depth, BD):
-        r = load_features(sums, i, sums_stride, k, inside, depth, BD) * undo
+        r = load_features(sums, i, sums_stride, k, inside, depth, BD) * inverse_scale
         dot += tl.sum(load_features(rows, i, row_stride, k, inside, depth, BD).to(tl.float32) * r, 1)
-        at = k + tl.arange(0, BD)
-        there = inside[:, None] & (at < depth)[None, :]
-        place = out + i.to(tl.int64)[:, None] * out_stride + at[None, :]
-        tl.store(place, (r * s).to(out.dtype.element_ty), mask=there)
+        j = k + tl.arange(0, BD)
+        is_inside = inside[:, None] & (j < depth)[None, :]
+        pointers = out + i.to(tl.int64)[:, None] * out_stride + j[None, :]
+        tl.store(pointers, (r * s).to(out.dtype.element_ty), mask=is_inside)
     tl.store(inner + tl.program_id(0), tl.sum(dot.to(tl.float64), 0))
 
 
@@ -45,38 +45,39 @@ def sum_nll(
     column_negative, column_positive, column_sum, column_weight, column_target,
     out, m, n, BLOCK: tl.constexpr, TIMES: tl.constexpr,
 ):  # fmt: skip
-    """``sum of w_i loss_i`` over TIMES times BLOCK rows, and columns after them, to out (programs,).
+    """Write ``sum of w_i loss_i`` over TIMES blocks of BLOCK rows, with columns after the rows, to out (programs,).
 
-    The sum is float64, and rounded as it is written: see ``objectives.SOFTMAX``. column_*: (n,), or None, n = 0.
+    The sum is float64, and is rounded as it is written: see ``objectives.SOFTMAX``. column_*: (n,), or None with n = 0.
     """
-    row = row_negative, row_positive, row_sum, row_weight, row_target
-    column = column_negative, column_positive, column_sum, column_weight, column_target
-    rows = tl.cdiv(m, BLOCK)
+    row_side = row_negative, row_positive, row_sum, row_weight, row_target
+    column_side = column_negative, column_positive, column_sum, column_weight, column_target
+    row_blocks = tl.cdiv(m, BLOCK)
     start = tl.program_id(0) * TIMES
     total = tl.zeros((BLOCK,), tl.float64)
-    for block in range(start, min(start + TIMES, rows + tl.cdiv(n, BLOCK))):
-        if block < rows:
-            total += _weighted_nll(row, block * BLOCK + tl.arange(0, BLOCK), m)
+    for block in range(start, min(start + TIMES, row_blocks + tl.cdiv(n, BLOCK))):
+        if block < row_blocks:
+            total += _weighted_nll(row_side, block * BLOCK + tl.arange(0, BLOCK), m)
         elif column_negative is not None:
-            total += _weighted_nll(column, (block - rows) * BLOCK + tl.arange(0, BLOCK), n)
+            total += _weighted_nll(column_side, (block - row_blocks) * BLOCK + tl.arange(0, BLOCK), n)
     tl.store(out + tl.program_id(0), tl.sum(total, 0).to(out.dtype.element_ty))
 
 
 @triton.jit
 def _weighted_nll(side, i, length):
+    """``w_i loss_i`` of elements i of a side, float64; 0 where the weight is 0."""
     negative, positive, positive_sum, weight, target = side
     inside = i < length
     w = tl.load(weight + i, mask=inside, other=0.0).to(tl.float64)
     t = tl.load(target + i, mask=inside, other=0.0).to(tl.float64)
-    less = tl.load(negative + i, mask=inside, other=0.0)
-    more = tl.load(positive + i, mask=inside, other=0.0)
+    negative_lse = tl.load(negative + i, mask=inside, other=0.0)
+    positive_lse = tl.load(positive + i, mask=inside, other=0.0)
     s = tl.load(positive_sum + i, mask=inside, other=0.0)
-    # 1 / n as it was before it was rounded: see ``objectives.reciprocal_of_count``
+    # t is 1 / n rounded; this restores 1 / n: see ``objectives.reciprocal_of_count``
     t = tl.where(t == 0.0, 0.0, 1.0 / tl.floor(1.0 / tl.where(t == 0.0, 1.0, t) + 0.5))
-    # NaN stays: the comparison is false for it
-    spread = more - t * s
+    # NaN fails the comparison, and stays
+    spread = positive_lse - t * s
     spread = tl.where(spread <= 0.0, 0.0, spread)
-    # a positive whose logit is -inf is no missing one
-    counted = (t != 0.0) & ((more != float("-inf")) | (s != 0.0))
-    loss = tl.where(counted, softplus(less - more) + spread, log_add(less, more))
+    # a positive whose logit is -inf is still a positive
+    has_positive = (t != 0.0) & ((positive_lse != float("-inf")) | (s != 0.0))
+    loss = tl.where(has_positive, softplus(negative_lse - positive_lse) + spread, log_add(negative_lse, positive_lse))
     return tl.where(w == 0.0, 0.0, w * loss)
