@@ -93,7 +93,7 @@ def divide(
 
 @triton.jit
 def store_parts(out, row, column, value):
-    """Store a tile through the descriptors (g, middle, low): whole if middle is None, else in two or three parts."""
+    """Store a tile through the descriptors (g, middle, low): in g's dtype if middle is None, else in parts."""
     g, middle, low = out
     if middle is None:
         g.store([row, column], value.to(g.dtype))

@@ -117,7 +117,7 @@ def weight_bounds(
     column_negative, column_positive, column_weight, column_target, column_share,
     MATCHED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """For the backward pass, write peaks of the weights and log-sum-exps of LANES rows or columns (programs, PEAKS).
+    """For the backward, write peaks of LANES rows' or columns' weights and log-sum-exps to peaks (programs, PEAKS).
 
     row_* (m,), column_* (n,) or None for one direction: log-sum-exps in float64, weights and targets in float32. With a
     share r, float64, the others are those of ``bars.normalised``. positives: (m,) or None; if given, G at row i's
@@ -198,7 +198,7 @@ def _store_peaks(program_peaks, side, i, inside, scale, bias, MATCHED: tl.conste
     bias_value, to_log2 = bias_of(bias), binary_orders(tl.load(scale))
     log = ((_lse(negative_lse, positive_lse, share) - bias_value) * to_log2).to(tl.float32)
     has_weight = w != 0.0
-    # L is -inf if a row admits no pair, and then nothing can overflow; NaN fails the comparison, counts as infinite
+    # if a row admits no pair, L is -inf and nothing can overflow; NaN fails the comparisons and counts as infinite
     high = tl.where(log < float("inf"), log, float("inf"))
     low = tl.where(log > float("-inf"), log, float("-inf"))
     tl.store(program_peaks + _LEAST_LSE, tl.min(tl.where(has_weight, low, float("inf")), 0))

@@ -39,7 +39,7 @@ UNIT = tl.constexpr(16 if INTERPRETED else 64)
 # sizes of a block and a chunk: if Triton specialised them, it would compile a kernel for each divisibility
 SIZES = ["m", "n", "row0", "column0", "height", "width", "depth"]
 
-# bits of a mark: the guide's dot of a pair is beyond the row's limit, beyond the column's
+# bits of a mark: the guide's dot of a pair is beyond the row's limit, or beyond the column's
 BEYOND_ROW = tl.constexpr(1)
 BEYOND_COLUMN = tl.constexpr(2)
 
