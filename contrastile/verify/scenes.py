@@ -274,6 +274,34 @@ class Partly(nn.Module):
         return x @ weight + bias
 
 
+class DotProducts(nn.Module):
+    """A ``phi`` of ``deep_distance``: the dot product of every anchor and every target."""
+
+    def forward(self, anchors: Tensor, targets: Tensor) -> Tensor:
+        return anchors @ targets.T
+
+
+class DeepSpeedEngine(nn.Linear):
+    """A stand-in for DeepSpeed's engine of a linear layer; ``is_running`` inside of its own backward pass.
+
+    ``boundaries`` has what was set as the boundary of accumulation at each backward pass, None where nothing was.
+    """
+
+    def __init__(self, stage: int = 0, steps: int = 1, is_running: bool = False) -> None:
+        super().__init__(5, 5)
+        self.zero_optimization_stage, self.gradient_accumulation_steps = (lambda: stage), (lambda: steps)
+        self._running_engine_backward, self._backward_epilogue = is_running, mock.Mock()
+        self._is_gradient_accumulation_boundary: bool | None = None
+        self.boundaries: list[bool | None] = []
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        self._is_gradient_accumulation_boundary = is_boundary
+
+    def backward(self, loss: Tensor) -> None:
+        self.boundaries.append(self._is_gradient_accumulation_boundary)
+        torch.autograd.backward(loss)
+
+
 def mpi_messages(length: int) -> tuple[list[list[Any]], str, list[int], int]:
     """``MPIChannel``: its messages, a wait's error for ``length`` bytes, requests held before and after, frees."""
     api, comm = _names("comm/mpi.py", mpi4py=mock.MagicMock()), mock.Mock()
