@@ -19,6 +19,8 @@ PROGRAMS = Path(__file__).parent / "programs"
 ENGINES = ("mpi", "torch")
 PATIENCE = 600
 """Seconds after which a test ends ranks that hang; far longer than deadlines under test, as a busy machine is slow."""
+# Open MPI refuses to run as root, which a container does, unless both are set
+_ONE_THREAD_AS_ROOT = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def command(engine: str, ranks: int) -> list[str]:
 def run(engine: str, ranks: int, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a program on several ranks, and capture its output."""
     full_command = ["timeout", "--kill-after=1", str(PATIENCE), *command(engine, ranks), *words]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    variables = {**os.environ, **_ONE_THREAD_AS_ROOT, **environment}
     return subprocess.run(full_command, capture_output=True, text=True, check=False, env=variables)
 
 
@@ -61,7 +63,7 @@ def launch(
 ) -> LaunchResult:
     """Run a program of ``programs`` on several ranks, and kill it after this number of seconds."""
     name, value = "CONTRASTILE_LAUNCH", uuid.uuid4().hex
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", name: value, **environment}
+    variables = {**os.environ, **_ONE_THREAD_AS_ROOT, "PYTHONUNBUFFERED": "1", name: value, **environment}
     words = [*command(engine, ranks), str(PROGRAMS / program), engine.split()[-1], *args]
     with tempfile.TemporaryFile() as output:
         words = ["timeout", "--kill-after=1", str(seconds), *words]
