@@ -66,11 +66,13 @@ def gradient_tiles(
         acc = dots(rows, columns, r * BM, c * BN, depth, BM, BN, BK, PRECISION, DIVIDED)
         tile_marks = None if marks is None else marked(marks, r * BM, c * BN, BM, BN)
         context = out, path, vectors, masks, chunk
-        _parts(acc, tile_marks, r * BM, c * BN, context, BN // PARTS, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
+        _epilogue_by_parts(
+            acc, tile_marks, r * BM, c * BN, context, BN // PARTS, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED
+        )
 
 
 @triton.jit
-def _parts(
+def _epilogue_by_parts(
     acc, marks, row, column, context, WIDE: tl.constexpr, TWO_SIDED: tl.constexpr, EXCLUDED: tl.constexpr,
     IDS: tl.constexpr, LIMITED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
@@ -78,9 +80,11 @@ def _parts(
     if acc.shape[1] > WIDE:
         left, right = halves(acc)
         left_marks, right_marks = (None, None) if marks is None else halves(marks)
-        _parts(left, left_marks, row, column, context, WIDE, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
+        _epilogue_by_parts(left, left_marks, row, column, context, WIDE, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
         right_column = column + acc.shape[1] // 2
-        _parts(right, right_marks, row, right_column, context, WIDE, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
+        _epilogue_by_parts(
+            right, right_marks, row, right_column, context, WIDE, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED
+        )
     else:
         _epilogue(acc, marks, row, column, context, TWO_SIDED, EXCLUDED, IDS, LIMITED, RAGGED)
 

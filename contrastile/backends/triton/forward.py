@@ -143,11 +143,11 @@ def _tile(
     if SAFE:
         x = _terms(acc, row, column, context, SAFE, COLUMNS, POSITIVES, EXCLUDED, IDS, RAGGED)
         row_logits = within_limits(x, EMPTY, compared, alpha, row_limits, row0 + i, m, 1)
-        _leave(row_logits, row_out, row_step, i < height, 1)
+        _store_sums(row_logits, row_out, row_step, i < height, 1)
         if COLUMNS:
             j = column + tl.arange(0, BN)
             column_logits = within_limits(x, EMPTY, compared, alpha, column_limits, column0 + j, n, 0)
-            _leave(column_logits, column_out + j, column_step, j < width, 0)
+            _store_sums(column_logits, column_out + j, column_step, j < width, 0)
     elif HALVED:
         # in halves: registers cannot hold a tile of terms and one of logits, or of ids
         left, right = halves(acc)
@@ -223,18 +223,18 @@ def _terms(
             if IDS == TARGET:
                 positive = positive & (i < height)[:, None] & (j < width)[None, :]
                 logit = tl.where(positive, rounded(acc, alpha), float("-inf"))
-                _leave_positives(logit, positive, row_out, row_step, i < height, 1)
+                _store_positives(logit, positive, row_out, row_step, i < height, 1)
                 if COLUMNS:
-                    _leave_positives(logit, positive, column_out, column_step, j < width, 0)
+                    _store_positives(logit, positive, column_out, column_step, j < width, 0)
         elif IDS == TARGET:
-            _leave_nothing(row_out, row_step, i < height)
+            _store_no_positives(row_out, row_step, i < height)
             if COLUMNS:
-                _leave_nothing(column_out, column_step, j < width)
+                _store_no_positives(column_out, column_step, j < width)
     return x
 
 
 @triton.jit
-def _leave(x, out, step, inside, AXIS: tl.constexpr):
+def _store_sums(x, out, step, inside, AXIS: tl.constexpr):
     """Write a tile's maximum and sum along an axis on the safe path, from its logits x."""
     maximum = _finite(tl.max(x, AXIS))
     tl.store(out, maximum, mask=inside)
@@ -242,7 +242,7 @@ def _leave(x, out, step, inside, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _leave_positives(x, positive, out, step, inside, AXIS: tl.constexpr):
+def _store_positives(x, positive, out, step, inside, AXIS: tl.constexpr):
     """Write the results of a tile's positives along an axis, from their logits x, which is -inf elsewhere.
 
     The reference is the positives' own maximum on the fast path too. So a positive that is far likelier than
@@ -257,7 +257,7 @@ def _leave_positives(x, positive, out, step, inside, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _leave_nothing(out, step, inside):
+def _store_no_positives(out, step, inside):
     """Write 0, the count of a tile without positives; ``fold`` then uses no other result of its positives."""
     tl.store(out + 3 * step, 0.0, mask=inside)
 

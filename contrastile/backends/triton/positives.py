@@ -70,7 +70,7 @@ def sum_positives(
     for block in range(start, stop, OUTER):
         if _names_any(positives, block, stop, first_column, LANES, OUTER):
             for row in range(block, tl.minimum(block + OUTER, stop), INNER):
-                is_positive, logits = _named(positives, excluded, row_logits, row, stop, j, INNER)
+                is_positive, logits = _rows_naming(positives, excluded, row_logits, row, stop, j, INNER)
                 total += tl.sum(tl.where(is_positive, logits[:, None], 0.0), 0)
                 count += tl.sum(is_positive.to(tl.int32), 0)
                 maximum = tl.maximum(maximum, tl.max(tl.where(is_positive, logits[:, None], float("-inf")), 0))
@@ -81,7 +81,7 @@ def sum_positives(
         for block in range(start, stop, OUTER):
             if _names_any(positives, block, stop, first_column, LANES, OUTER):
                 for row in range(block, tl.minimum(block + OUTER, stop), INNER):
-                    is_positive, logits = _named(positives, excluded, row_logits, row, stop, j, INNER)
+                    is_positive, logits = _rows_naming(positives, excluded, row_logits, row, stop, j, INNER)
                     exponential_sum += tl.sum(tl.where(is_positive, tl.exp(logits[:, None] - shift[None, :]), 0.0), 0)
         # the log-sum-exp of one logit is that logit, to the last bit
         log = tl.where(count > 1, shift + tl.log(exponential_sum), log)
@@ -98,7 +98,7 @@ def _names_any(positives, start, stop, first_column, LANES: tl.constexpr, OUTER:
 
 
 @triton.jit
-def _named(positives, excluded, row_logits, start, stop, j, INNER: tl.constexpr):
+def _rows_naming(positives, excluded, row_logits, start, stop, j, INNER: tl.constexpr):
     """Whether each of INNER rows from ``start`` names each of the columns j, (INNER, columns); and the rows' logits."""
     i = start + tl.arange(0, INNER)
     named = tl.load(positives + i, mask=i < stop, other=-1)
