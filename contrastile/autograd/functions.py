@@ -254,7 +254,7 @@ class FunctionalLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         """The gradients, in the order of forward's arguments."""
         _, *flags = ctx.needs_input_grad
-        # a problem with each array's flag in the place of the array
+        # the problem with a flag instead of each array
         needs, wanted = ctx.problem.with_arrays(flags), ctx.wanted
         if needs.kind != "sigmoid":
             wanted = local.Wanted(needs.rows, needs.columns, needs.scale)

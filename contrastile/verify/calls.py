@@ -180,7 +180,7 @@ def namespace(library: str, door: Callable[..., Any] | None = None, each: Each |
         from contrastile.verify import scenes
 
         arrays = {name: torch.from_numpy(x) for name, x in arrays.items()}
-        names |= {"torch": torch, "scenes": scenes, "ranking": lambda call: call(scenes.sentence_transformers())}
+        names |= {"torch": torch, "scenes": scenes}
     return Names(contrastile=contrastile if door is None else _PackageThroughDoor(door), **names, **arrays)
 
 
