@@ -1,7 +1,7 @@
 """The loss and the gradients of a plan, in the caller's library, and of a problem, by its schedule.
 
 The state of a softmax loss is its statistics, from which the gradients recompute each block. The state of a sigmoid
-loss is the sums from which its gradients follow. Unrequested gradients are None.
+loss, and of a teacher's part, is the sums from which its gradients follow. Unrequested gradients are None.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary, transfer, working_for
 from contrastile.backends.contract import Array, Backend, Options, Whole
-from contrastile.backends.objectives import STATISTICS
+from contrastile.backends.objectives import STATISTICS, TEACHER
 from contrastile.backends.settings import FEATURES, fits
 from contrastile.plan import Plan
 from contrastile.schedules import (
@@ -27,6 +27,7 @@ from contrastile.schedules import (
     replicate,
     ring,
     scalars,
+    teacher,
     triangle,
     triangle_over_ranks,
 )
@@ -73,7 +74,7 @@ def gradients(plan: Plan, state: Arrays, upstream: Any, wanted: local.Wanted) ->
         return replicate.own_part(problem, local.Gradients.of(results), wanted, library).listed()
     with _native(problem, library, backend) as native:
         # the sums of a problem in blocks stay where the features are
-        keeps_sums = problem.blocking is not None and problem.kind == "sigmoid"
+        keeps_sums = problem.blocking is not None and problem.keeps_sums
         # ``data``: if the backend writes to the state, autograd must not report a change of saved tensors
         is_torch = library.name == "torch"
         native_state = [
@@ -159,8 +160,8 @@ def problem_loss(problem: Problem, work: local.Work, wanted: local.Wanted | None
     Args:
         problem: the problem, in the backend's library.
         work: the backend and its options.
-        wanted: the gradients that will be requested, None for no gradients: then the state of a sigmoid loss is empty,
-            and no backend keeps exponentials.
+        wanted: the gradients that will be requested, None for no gradients: then a state of sums is empty, and no
+            backend keeps exponentials.
 
     Raises:
         UnsupportedProblemError: the backend refuses one of the blocks.
@@ -177,6 +178,9 @@ def problem_loss(problem: Problem, work: local.Work, wanted: local.Wanted | None
             if result is not None:
                 return result
         with local.quiet():
+            if problem.kind == TEACHER:
+                value, sums = teacher.loss(problem, wanted, work, schedule)
+                return value, () if sums is None else sums.state
             if problem.kind != "sigmoid":
                 forward: local.Forward = schedule.forward(problem, work, wanted=wanted)
                 if problem.smoothing is not None:
@@ -215,10 +219,10 @@ def problem_gradients(
                 return local.Gradients.of(whole[: 3 + len(problem.columns)])
             state = problem_loss(replace(problem, whole=None), work, wanted)[1]
         with local.quiet():
-            if problem.kind == "sigmoid" and placement is None and problem.blocking is None:
+            if problem.keeps_sums and placement is None and problem.blocking is None:
                 return local.gradients_from_sums(problem, local.Sums.of(state), upstream, wanted, arrays)
             seed = arrays.full((), 1.0, arrays.dtype(scale), scale) if upstream is None else upstream
-            if problem.kind != "sigmoid":
+            if not problem.keeps_sums:
                 forward = local.Forward.of(state)
                 results: local.Gradients = _schedule(problem).backward(problem, forward, seed, wanted, work)
                 if problem.margin is None and problem.smoothing is None:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
-from contrastile import compute, problems, validation
+from contrastile import compute, problems, teachers, validation
+from contrastile.backends.arrays import library_of
 from contrastile.backends.choice import choose, settled
 from contrastile.backends.contract import Array, Options
 from contrastile.backends.eager import outside_of_graphs
@@ -39,6 +40,22 @@ def evaluate(build: Builder, settings: AnySettings, *args: Any, **kwargs: Any) -
         if loss is not None:
             return loss
     return _evaluate(build, settings, args, kwargs)
+
+
+def evaluate_taught(
+    name: str, settings: AnySettings, *args: Any, teacher: Any, teacher_share: float, **kwargs: Any
+) -> Array:
+    """The value of the loss ``name``, plus the part of each teacher: see ``contrastile.clip_loss``."""
+    loss = evaluate(problems.BUILDERS[name], settings, *args, **kwargs)
+    for part in teachers.parts(teacher, teacher_share):
+        loss = _added(loss, evaluate(teachers.BUILDERS[name], settings, *args, **kwargs, **part))
+    return loss
+
+
+def _added(x: Array, y: Array) -> Array:
+    """``x + y`` in the dtype of x: NumPy returns no array for numbers, and CuPy no bfloat16."""
+    arrays = library_of(x)
+    return arrays.asarray(x + y, arrays.dtype(x), x)
 
 
 def _evaluate(build: Builder, settings: AnySettings, args: Any, kwargs: Any) -> Array:
@@ -123,9 +140,22 @@ def value_and_grad(
 
     def evaluate_both(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
         # not an operator: a compiler would trace the backend itself
-        return outside_of_graphs(with_gradients)(build, values, args, kwargs)
+        return outside_of_graphs(_with_gradients_of_parts)(name, build, values, args, kwargs)
 
     return evaluate_both
+
+
+def _with_gradients_of_parts(
+    name: str, build: Builder, settings: AnySettings, args: Any, kwargs: Any
+) -> tuple[Array, tuple[Array, ...]]:
+    """The sums of ``with_gradients`` of a loss and of the parts of its teachers."""
+    taught = kwargs.keys() & {"teacher", "teacher_share"} if name in teachers.BUILDERS else ()
+    options = {"teacher": None, "teacher_share": 1.0} | {option: kwargs.pop(option) for option in taught}
+    value, gradients = with_gradients(build, settings, args, kwargs)
+    for part in teachers.parts(*options.values()):
+        more, more_gradients = with_gradients(teachers.BUILDERS[name], settings, args, {**kwargs, **part})
+        value, gradients = _added(value, more), tuple(map(_added, gradients, more_gradients))
+    return value, gradients
 
 
 def with_gradients(build: Builder, settings: AnySettings, args: Any, kwargs: Any) -> tuple[Array, tuple[Array, ...]]:

@@ -135,6 +135,17 @@ def form_of(
     return form, agreed if rule is None else {**agreed, "threshold": rule}
 
 
+def ids_of_both(check: Any, arrays: ArrayLibrary, rows: Array, row: str, *sides: tuple[str, Any, int]) -> list[Any]:
+    """The checked ids of rows and columns, each passed as (name, ids, length); two None without ids."""
+    (_, row_ids, _), (_, column_ids, _) = sides
+    if (row_ids is None) != (column_ids is None):
+        raise ValueError("row_ids and column_ids must be given together, got only one; give both, or neither")
+    return [
+        None if ids is None else check.integers(name, ids, size, noun, arrays, rows)
+        for (name, ids, size), noun in zip(sides, (row, "column"), strict=True)
+    ]
+
+
 PerQuery = tuple[str, tuple[int, int, int]]
 """The name and the shape, (m, k, d), of negatives that have counts or are not shared."""
 
@@ -221,3 +232,22 @@ def without_padding(arrays: ArrayLibrary, columns: list[Array], index: int, coun
     column_ids = [arrays.full((column_block.shape[0],), 1, "int64", block) for column_block in columns]
     column_ids[index] = arrays.cast(is_counted, "int64")
     return [0 * counts, arrays.concat(column_ids)]
+
+
+def scale_or_nan(
+    world: Handshake, arrays: ArrayLibrary, positives: Array, columns: int, scale: Array, least: int = 0
+) -> Array:
+    """The scale, or NaN if a positive whose value cannot be read is out of range: NaN spreads to all results.
+
+    Raises:
+        ValueError: a readable positive is out of range; in a group, on every rank.
+    """
+    if validation.values_are_readable(arrays, positives):
+        world.confirm(validation.positives(positives, columns, least))
+        return scale
+    return nan_if(arrays, ((positives < least) | (positives >= columns)).any(), scale)
+
+
+def nan_if(arrays: ArrayLibrary, is_invalid: Array, scale: Array) -> Array:
+    """The scale, or NaN if ``is_invalid``, 0-d bool."""
+    return scale * arrays.where(is_invalid, arrays.full((), float("nan"), arrays.dtype(scale), scale), 1.0)

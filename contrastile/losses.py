@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Unpack
 
 from contrastile import problems
 from contrastile.backends.contract import Array
-from contrastile.evaluation import evaluate
+from contrastile.evaluation import evaluate, evaluate_taught
 from contrastile.plan import Settings
 from contrastile.problems import BUILDERS
 
@@ -127,6 +127,8 @@ def clip_loss(
     threshold: float | None = None,
     threshold_is: str = "absolute",
     guide: tuple[Array, Array] | None = None,
+    teacher: Any = None,
+    teacher_share: float = 1.0,
     **settings: Unpack[Settings],
 ) -> Array:
     """Symmetric image-text loss: the mean of the two directions' InfoNCE (Inf-CL Eq. 1 both ways; DisCo Eq. 1 halved).
@@ -153,6 +155,11 @@ def clip_loss(
         guide: (b, e) features of the images and (b, e) features of the texts from another model, floating point,
             without a gradient; used as given, in the features' dtype. The threshold then applies to the guide's dot
             products, and defaults to 0 (GISTEmbed).
+        teacher: (rows, columns, scale): features of another model, as in ``guide``, and the scale of its logits, all
+            without a gradient. The targets are the softmax of these logits (distillation: CLIP-KD). A list of such
+            triples gives the mean of their targets (MobileCLIP). Each takes about the time of the loss itself. Only
+            ``ids``, ``ids_are`` and ``weights`` go with it.
+        teacher_share: 0..1, the teacher's share of the targets; the positives keep the rest.
         **settings: how to compute the loss, and with which processes: see ``contrastile.plan.Settings``.
 
     Returns:
@@ -170,7 +177,8 @@ def clip_loss(
     """
     options: Any = {"ids_are": ids_are, "sum_positives": sum_positives, "weights": weights, "margin": margin}
     options.update(label_smoothing=label_smoothing, threshold=threshold, threshold_is=threshold_is, guide=guide)
-    return evaluate(BUILDERS["clip_loss"], settings, image, text, scale, ids=ids, **options)
+    options.update(teacher=teacher, teacher_share=teacher_share)
+    return evaluate_taught("clip_loss", settings, image, text, scale, ids=ids, **options)
 
 
 def info_nce(
@@ -193,6 +201,8 @@ def info_nce(
     threshold: float | None = None,
     threshold_is: str = "absolute",
     guide: tuple[Array, Array] | None = None,
+    teacher: Any = None,
+    teacher_share: float = 1.0,
     **settings: Unpack[Settings],
 ) -> Array:
     """One-direction InfoNCE: each query against all keys and negatives under one log-sum-exp (Inf-CL Eq. 1).
@@ -225,6 +235,9 @@ def info_nce(
         threshold: see ``clip_loss``.
         threshold_is: see ``clip_loss``.
         guide: (m, e) features of the queries and (n + all negatives, e) of the columns: see ``clip_loss``.
+        teacher: see ``clip_loss``; its matrices are as in ``guide``. Only shared negatives without counts,
+            ``positives``, ids and ``weights`` go with it.
+        teacher_share: see ``clip_loss``.
         **settings: see ``contrastile.plan.Settings``.
 
     Returns:
@@ -235,8 +248,8 @@ def info_nce(
         TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
             ``clip_loss``.
     """
-    return evaluate(
-        BUILDERS["info_nce"],
+    return evaluate_taught(
+        "info_nce",
         settings,
         query,
         key,
@@ -256,6 +269,8 @@ def info_nce(
         threshold=threshold,
         threshold_is=threshold_is,
         guide=guide,
+        teacher=teacher,
+        teacher_share=teacher_share,
     )
 
 

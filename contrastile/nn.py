@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from inspect import signature
 from typing import Any, ClassVar, SupportsIndex, Unpack
 
-from contrastile import validation
-from contrastile.backends.eager import outside_of_graphs
+from contrastile import teachers, validation
 from contrastile.backends.registry import require
-from contrastile.evaluation import detached, evaluate, make, settings_checked, with_gradients
+from contrastile.evaluation import detached, evaluate, settings_checked
 from contrastile.forms import form_of, threshold_of
 from contrastile.losses import clip_loss, sigmoid_loss
 from contrastile.plan import DEFAULTS, Settings, complete
@@ -268,11 +266,10 @@ class DistillClipLoss(ClipLoss):
     """CLIP's loss and the distillation from a teacher's features, called like open_clip's ``DistillClipLoss``.
 
     The distillation loss is the mean of both directions' cross-entropies with the teacher's softmax over the pairs of
-    all ranks. Values and gradients are those of the global batch, as in ``ClipLoss``. Let G_t be the gradient of the
-    *teacher's* CLIP loss by its logits, and x the student's logits. The distillation loss is ``clip - sum_ij G_t,ij
-    x_ij``; the gradients of its sum are ``G_t K`` and ``G_t^T Q``. A call takes about twice the time of ``ClipLoss``.
+    all ranks. Values and gradients are those of the global batch, as in ``ClipLoss``: see ``teacher`` of
+    ``contrastile.clip_loss``. A call takes about twice the time of ``ClipLoss``.
 
-    The arguments are those of ``ClipLoss`` without options. For 16-bit features ``G_t K`` is rounded as gradients are.
+    The arguments are those of ``ClipLoss`` without options.
 
     Raises:
         ValueError, TypeError: see ``ClipLoss``, or an option differs from its default.
@@ -309,56 +306,11 @@ class DistillClipLoss(ClipLoss):
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
                 ``contrastile.clip_loss``.
         """
-        teacher = map(detached, (dist_image_features, dist_text_features, dist_logit_scale))
-        args: Any = (image_features, text_features, logit_scale, *teacher)
-        losses = None
-        if self.group is None:
-            from contrastile.autograd.prepared import replayed
-
-            def make_clip(args: Any, _: Any) -> Any:
-                return make(BUILDERS["clip_loss"], self.settings, args[:3], {})
-
-            losses = replayed(
-                "DistillClipLoss", self.settings, args, make_clip, lambda args, _: torch.stack(self._losses(*args))
-            )
-        contrastive, distill = self._losses(*args) if losses is None else losses
+        args = image_features, text_features, logit_scale
+        teacher = [detached(x) for x in (dist_image_features, dist_text_features, dist_logit_scale)]
+        contrastive = self._evaluate(BUILDERS["clip_loss"], *args)
+        distill = contrastive + self._evaluate(teachers.BUILDERS["clip_loss"], *args, teacher=teacher)
         return {"contrastive_loss": contrastive, "distill_loss": distill} if output_dict else (contrastive, distill)
-
-    def _losses(self, q: Tensor, k: Tensor, logit_scale: Any, image: Tensor, text: Tensor, dist_scale: Any) -> Any:
-        teacher = [x.to(q.dtype) for x in (image, text)]
-        width = teacher[0].shape[-1]
-        if [x.shape for x in teacher] != [(len(q), width), (len(k), width)]:
-            raise ValueError(
-                f"the teacher's features must be {len(q)} and {len(k)} rows, as the student's, of one width, got "
-                f"shapes {tuple(teacher[0].shape)} and {tuple(teacher[1].shape)}; give those of the same samples"
-            )
-        with torch.autocast(q.device.type, enabled=False):  # autocast refuses to join another 16-bit dtype
-            pairs = torch.cat([teacher[0], q], 1), torch.cat([teacher[1], k], 1)
-        # "sum" gives the gradients of the global loss, without the factor for a trainer's mean
-        settings: Any = {**self.settings, "parameter_reduction": "sum"}
-        depth, state = teacher[0].shape[1], torch.promote_types(q.dtype, torch.float32)
-        _, gradients = outside_of_graphs(with_gradients)(_with_values, settings, (*pairs, dist_scale), {"depth": depth})
-        d_q, d_k = (x[:, depth:].to(state) / dist_scale for x in gradients[:2])
-        total, ranks = (q.detach() * d_q).sum(dtype=torch.float64), 1
-
-        def build_total(*args: Any, world: Handshake, **kwargs: Any) -> LossProblem:
-            nonlocal total, ranks
-            loss = BUILDERS["clip_loss"](*args, world=world, **kwargs)
-            total = world.total(loss.library, total)
-            ranks = 1 if world.placement is None else world.placement.size
-            return loss
-
-        contrastive = self._evaluate(BUILDERS["clip_loss"] if self.group is None else build_total, q, k, logit_scale)
-        s = torch.as_tensor(logit_scale, dtype=contrastive.dtype, device=q.device).reshape(())
-        factor = ranks if self.settings["parameter_reduction"] == "mean" else 1  # see Placement.factor
-        linear = factor * (s.detach() * ((q * d_q).sum() + (k * d_k).sum()) + s * total / ranks)
-        return contrastive, contrastive - (s.detach() * total + (linear - linear.detach())).to(contrastive.dtype)
-
-
-def _with_values(*args: Any, depth: int, **kwargs: Any) -> LossProblem:
-    """Build CLIP's loss of features whose first ``depth`` columns form the logits: see ``schedules.values``."""
-    loss = BUILDERS["clip_loss"](*args, **kwargs)
-    return replace(loss, problem=replace(loss.problem, depth=depth, whole=None))
 
 
 class SigLipLoss(_Loss):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,3 +49,12 @@ class Order:
     def put(self, samples: Array) -> Array:
         """The inverse of ``take``: an array in this order, put back in the original order."""
         return samples if self.places is None else self.arrays.take(samples, self.places)
+
+
+def restored(
+    arrays: ArrayLibrary, arguments: Sequence[Array], gradients: Sequence[Array], orders: Sequence[Order] = ()
+) -> Iterator[Array]:
+    """The gradients in the arguments' sample order and dtypes: sorting and autocast may have changed them."""
+    if orders:
+        gradients = [order.put(gradient) for order, gradient in zip(orders, gradients, strict=True)]
+    return (arrays.cast(gradient, arrays.dtype(x)) for x, gradient in zip(arguments, gradients, strict=True))

@@ -10,7 +10,6 @@ from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Backend, Options
 from contrastile.backends.registry import load
 from contrastile.schedules.problem import Problem
-from contrastile.schedules.values import with_values
 
 Tile = int | tuple[int, int] | None
 
@@ -114,8 +113,7 @@ class Plan:
         Raises:
             ValueError, BackendUnavailableError, TypeError: see ``registry.load``.
         """
-        backend = load(self.name)
-        return backend if self.problem.depth is None else with_values(backend, self.problem.depth)
+        return load(self.name)
 
     def with_arrays(self, arrays: Sequence[Any]) -> Plan:
         """The plan with other arrays, in the order of ``Problem.arrays``."""

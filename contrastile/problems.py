@@ -6,20 +6,40 @@ Weights are those of the global loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from contrastile import validation
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, state_dtype
 from contrastile.backends.objectives import STATISTICS
 from contrastile.comm.buffers import split
-from contrastile.forms import Guide, counts_of, form_of, limits_of, negatives_of, threshold_of, without_padding
-from contrastile.order import Order
+from contrastile.forms import (
+    Guide,
+    counts_of,
+    form_of,
+    ids_of_both,
+    limits_of,
+    nan_if,
+    negatives_of,
+    scale_or_nan,
+    threshold_of,
+    without_padding,
+)
+from contrastile.order import Order, restored
 from contrastile.schedules.handshake import ALONE, Handshake
 from contrastile.schedules.local import Gradients
 from contrastile.schedules.problem import Problem
+
+
+class Taught(NamedTuple):
+    """A teacher's scale, as it was given, and what else must be the same on all ranks: see ``teachers``."""
+
+    scale: Any
+    width: int
+    share: float
+    teachers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +65,10 @@ def clip(
     threshold: float | None = None,
     threshold_is: str = "absolute",
     guide: Any = None,
+    teacher: Taught | None = None,
     world: Handshake = ALONE,
 ) -> LossProblem:
-    """Both directions, halved: u = v = 1 / (2b); the positive of row i is column i."""
+    """Both directions, halved: u = v = 1 / (2b); the positive of row i is column i. ``teacher``: see ``teachers``."""
     check = world.known or validation
     rule = threshold_of(threshold, threshold_is, guide)
     form, options = form_of(ids, ids_are, sum_positives, label_smoothing, margin, rule, weights=weights, name="ids")
@@ -55,14 +76,14 @@ def clip(
     check.paired("image", image, "text", text, "use info_nce for keys without a query")
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
     ids = None if ids is None else check.integers("ids", ids, m, "pair", arrays, rows)
-    scale_0d = check.scalar("scale", scale, arrays, state, rows)
+    numbers, scale_0d, teacher_0d = _scales(check, arrays, state, rows, scale, teacher)
     guides = check.guide(guide, (m, m), arrays, rows)
     weights = None if weights is None else check.floats("weights", weights, m, "pair", arrays, rows)
     order = Order.of(arrays, ids, ids_are, world.alone)
     ids, rows, columns, weights = order.take(ids, rows, columns, weights)
     guides = order.take(*guides)
-    traits = {"ids": ids is not None, "guide": _width(guides), **options}
-    batch = world.meet(arrays, rows, (columns,), (scale, scale_0d), loss="clip_loss", **traits)
+    traits = {"ids": ids is not None, "guide": _width(guides), "teacher": teacher and teacher[1:], **options}
+    batch = world.meet(arrays, rows, (columns,), *numbers, loss="clip_loss", **traits)
     u, weight, target, positives = _pairs(check, arrays, 0.5 / batch.rows, batch.start, batch.start + m, state, rows)
     if weights is not None:
         weight = _normalized_weights(world, arrays, weights, state, 0.5)
@@ -86,10 +107,11 @@ def clip(
         column_limits=limits,
         row_guide=guides[0],
         column_guide=guides[1],
+        bias=teacher_0d,
         **form,
     )
     return LossProblem(
-        arrays, problem, lambda g: (*_restore(arrays, (image, text), (g.rows, g.columns[0]), (order, order)), g.scale)
+        arrays, problem, lambda g: (*restored(arrays, (image, text), (g.rows, g.columns[0]), (order, order)), g.scale)
     )
 
 
@@ -113,6 +135,7 @@ def info_nce(
     threshold: float | None = None,
     threshold_is: str = "absolute",
     guide: Any = None,
+    teacher: Taught | None = None,
     args: Sequence[str] = ("query", "key", "row_ids", "column_ids"),
     world: Handshake = ALONE,
 ) -> LossProblem:
@@ -135,9 +158,9 @@ def info_nce(
     counts: Any = None if per_query is None and in_batch else counts_of(check, arrays, rows, per_query, negative_counts)
     own_block = columns.pop() if not share_negatives else None if in_batch else arrays.detached(rows[:0])
     n, state = sum(x.shape[0] for x in columns), state_dtype(arrays.dtype(rows))
-    scale_0d = check.scalar("scale", scale, arrays, state, rows)
+    numbers, scale_0d, teacher_0d = _scales(check, arrays, state, rows, scale, teacher)
     if negative_counts is not None and not validation.values_are_readable(arrays, counts):
-        scale_0d = _nan_if(arrays, ((counts < 0) | (counts > (per_query[1][1] if per_query else 0))).any(), scale_0d)
+        scale_0d = nan_if(arrays, ((counts < 0) | (counts > (per_query[1][1] if per_query else 0))).any(), scale_0d)
     row_ids, column_ids = ids_of_both(check, arrays, rows, "query", (args[2], row_ids, m), (args[3], column_ids, n))
     if share_negatives and per_query is not None:
         row_ids, column_ids = without_padding(arrays, columns, 1 + [*negatives].index(per_query[0]), counts)
@@ -155,11 +178,12 @@ def info_nce(
         # drop an empty queue, unless it requires a gradient: its gradient has no rows
         columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0] or getattr(x, "requires_grad", False)]
     traits = {"positives": positives is not None, "row_ids": row_ids is not None, "guide": _width(guides)}
+    traits["teacher"] = teacher and teacher[1:]
     if own_block is not None:
         traits.update(share_negatives=bool(share_negatives), in_batch=bool(in_batch))
         needs_gradient = [bool(getattr(x, "requires_grad", False)) for x in (*columns[: not in_batch], own_block)]
         traits["gradients of own columns"] = tuple(needs_gradient)
-    batch = world.meet(arrays, rows, columns[not in_batch :], (scale, scale_0d), loss="info_nce", **traits, **options)
+    batch = world.meet(arrays, rows, columns[not in_batch :], *numbers, loss="info_nce", **traits, **options)
     u, weight, target, diagonal = _pairs(check, arrays, 1.0 / batch.rows, batch.start, batch.start + m, state, rows)
     is_plain = own_block is positives is row_ids is None and not options and len(columns) == 1
     if weights is not None or are_positives:
@@ -170,7 +194,7 @@ def info_nce(
             weights = has_positive if weights is None else has_positive * weights
         weight = _normalized_weights(world, arrays, weights, state)
     if positives is not None:
-        scale_0d = _scale_or_nan(world, arrays, positives, batch.columns, scale_0d)
+        scale_0d = scale_or_nan(world, arrays, positives, batch.columns, scale_0d)
     limits = limits_of(world, arrays, rule, (rows, columns), guides, scale_0d, positives)
     if positives is None and not are_positives and in_batch:
         positives = diagonal
@@ -193,10 +217,11 @@ def info_nce(
         row_guide=guides[0],
         column_guide=guides[1],
         own_counts=None if own_block is None else 0 * counts if share_negatives else counts,
+        bias=teacher_0d,
         **form,
     )
     return LossProblem(
-        arrays, problem, lambda g: (*_restore(arrays, (query, key), (g.rows, g.columns[0]), orders), g.scale)
+        arrays, problem, lambda g: (*restored(arrays, (query, key), (g.rows, g.columns[0]), orders), g.scale)
     )
 
 
@@ -234,7 +259,7 @@ def nt_xent(
         whole=None if options else u,
         **form,
     )
-    return LossProblem(arrays, problem, lambda g: (*_restore(arrays, (view_a, view_b), split(g.rows, (m, m))), g.scale))
+    return LossProblem(arrays, problem, lambda g: (*restored(arrays, (view_a, view_b), split(g.rows, (m, m))), g.scale))
 
 
 def sup_con(
@@ -285,7 +310,7 @@ def sup_con(
         whole=1.0 if weights is None and form["kind"] == "softmax" and form["margin"] is None else None,
         **form,
     )
-    return LossProblem(arrays, problem, lambda g: (*_restore(arrays, (features,), (g.rows,), (order,)), g.scale))
+    return LossProblem(arrays, problem, lambda g: (*restored(arrays, (features,), (g.rows,), (order,)), g.scale))
 
 
 def sigmoid(
@@ -341,7 +366,7 @@ def sigmoid(
     )
     orders = order, order
     return LossProblem(
-        arrays, problem, lambda g: (*_restore(arrays, (image, text), (g.rows, g.columns[0]), orders), g.scale, g.bias)
+        arrays, problem, lambda g: (*restored(arrays, (image, text), (g.rows, g.columns[0]), orders), g.scale, g.bias)
     )
 
 
@@ -396,7 +421,7 @@ def statistics(
         t_rows = _reciprocal(arrays, count - 1 if is_symmetric else count, state)
         t_columns = t_rows if is_symmetric else _reciprocal(arrays, world.count_in(arrays, ids[1], row_keys), state)
     elif positives is not None:
-        scale_0d = _scale_or_nan(world, arrays, positives, batch.columns, scale_0d, least=-1)
+        scale_0d = scale_or_nan(world, arrays, positives, batch.columns, scale_0d, least=-1)
         # several rows may share one positive
         column_numbers = arrays.arange(batch.start, batch.start + n, rows)
         t_columns = _reciprocal(arrays, world.count_in(arrays, column_numbers, arrays.sorted(positives)[0]), state)
@@ -438,33 +463,15 @@ def _width(guide: Guide) -> int | None:
     return None if guide[0] is None else int(guide[0].shape[1])
 
 
-def ids_of_both(check: Any, arrays: ArrayLibrary, rows: Array, row: str, *sides: tuple[str, Any, int]) -> list[Any]:
-    """The checked ids of rows and columns, each passed as (name, ids, length); two None without ids."""
-    (_, row_ids, _), (_, column_ids, _) = sides
-    if (row_ids is None) != (column_ids is None):
-        raise ValueError("row_ids and column_ids must be given together, got only one; give both, or neither")
-    return [
-        None if ids is None else check.integers(name, ids, size, noun, arrays, rows)
-        for (name, ids, size), noun in zip(sides, (row, "column"), strict=True)
-    ]
-
-
-def _scale_or_nan(
-    world: Handshake, arrays: ArrayLibrary, positives: Array, columns: int, scale: Array, least: int = 0
-) -> Array:
-    """The scale, or NaN if a positive whose value cannot be read is out of range: NaN spreads to all results.
-
-    Raises:
-        ValueError: a readable positive is out of range; in a group, on every rank.
-    """
-    if validation.values_are_readable(arrays, positives):
-        world.confirm(validation.positives(positives, columns, least))
-        return scale
-    return _nan_if(arrays, ((positives < least) | (positives >= columns)).any(), scale)
-
-
-def _nan_if(arrays: ArrayLibrary, is_invalid: Array, scale: Array) -> Array:
-    return scale * arrays.where(is_invalid, arrays.full((), float("nan"), arrays.dtype(scale), scale), 1.0)
+def _scales(
+    check: Any, arrays: ArrayLibrary, state: str, rows: Array, scale: Any, teacher: Taught | None
+) -> tuple[Sequence[tuple[Any, Array]], Array, Array | None]:
+    """The numbers for ``Handshake.meet``, and the scale and a teacher's scale, or None, as 0-d arrays."""
+    scale_0d = check.scalar("scale", scale, arrays, state, rows)
+    if teacher is None:
+        return [(scale, scale_0d)], scale_0d, None
+    teacher_0d = check.scalar("teacher[2]", teacher.scale, arrays, state, rows)
+    return [(scale, scale_0d), (teacher.scale, teacher_0d)], scale_0d, teacher_0d
 
 
 def _normalized_weights(world: Handshake, arrays: ArrayLibrary, weights: Array, state: str, factor: Any = 1.0) -> Array:
@@ -489,12 +496,3 @@ def _pairs(
 
     pairs: Sequence[Any] = check.once("pairs", make_pairs)
     return pairs
-
-
-def _restore(
-    arrays: ArrayLibrary, arguments: Sequence[Array], gradients: Sequence[Array], orders: Sequence[Order] = ()
-) -> Iterator[Array]:
-    """The gradients in the arguments' sample order and dtypes: sorting and autocast may have changed them."""
-    if orders:
-        gradients = [order.put(gradient) for order, gradient in zip(orders, gradients, strict=True)]
-    return (arrays.cast(gradient, arrays.dtype(x)) for x, gradient in zip(arguments, gradients, strict=True))

@@ -21,7 +21,7 @@ from contrastile.backends.contract import Block, Pairs, Search
 from contrastile.backends.crossing import dtype_name
 from contrastile.backends.registry import load
 from contrastile.backends.torch.products import has_mixed_product
-from contrastile.problems import ids_of_both
+from contrastile.forms import ids_of_both
 from contrastile.reporting import progress as bar
 from contrastile.schedules.handshake import Handshake
 from contrastile.schedules.sums import gathered, phase

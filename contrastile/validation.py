@@ -288,8 +288,10 @@ def floats(name: str, x: Any, length: int, noun: str, arrays: ArrayLibrary, like
     return arrays.cast(x, "float64")
 
 
-def guide(matrices: Any, sizes: Sequence[int], arrays: ArrayLibrary, like: Array) -> tuple[Array | None, Array | None]:
-    """A guide's features of the rows and of the columns, in the features' dtype; (None, None) without a guide.
+def guide(
+    matrices: Any, sizes: Sequence[int], arrays: ArrayLibrary, like: Array, name: str = "guide"
+) -> tuple[Array | None, Array | None]:
+    """Another model's features of the rows and of the columns, in the features' dtype; (None, None) without any.
 
     Raises:
         TypeError: not two matrices of floating-point numbers like the features.
@@ -299,17 +301,17 @@ def guide(matrices: Any, sizes: Sequence[int], arrays: ArrayLibrary, like: Array
         return None, None
     count = len(matrices) if isinstance(matrices, (tuple, list)) else 1
     if count != 2:
-        raise TypeError(f"guide must be two matrices, of the rows and of the columns, got {count}; give both")
-    named = {"guide[0]": matrices[0], "guide[1]": matrices[1]}
+        raise TypeError(f"{name} must be two matrices, of the rows and of the columns, got {count}; give both")
+    named = {f"{name}[{i}]": x for i, x in enumerate(matrices)}
     if not all(map(arrays.owns, matrices)):
-        raise TypeError(f"guide must be arrays like the features, got {type(matrices[0]).__name__}; convert them")
+        raise TypeError(f"{name} must be arrays like the features, got {type(matrices[0]).__name__}; convert them")
     features(False, **named)
-    for (name, x), size in zip(named.items(), sizes, strict=True):
+    for (part, x), size in zip(named.items(), sizes, strict=True):
         if x.shape[0] != size:
-            raise ValueError(f"{name} must have {size} rows, got {x.shape[0]}; give each row and each column its own")
-        _beside(name, x, arrays, like)
+            raise ValueError(f"{part} must have {size} rows, got {x.shape[0]}; give each row and each column its own")
+        _beside(part, x, arrays, like)
         if getattr(x, "requires_grad", False):
-            raise ValueError(f"{name} must not require a gradient, got one that does; detach() it")
+            raise ValueError(f"{part} must not require a gradient, got one that does; detach() it")
     # autocast casts the features alone
     rows, columns = (arrays.cast(_resolved(arrays, x), arrays.dtype(like)) for x in matrices)
     return rows, columns

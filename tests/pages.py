@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+_DECIMAL = r"\d+\.\d+"
 
 
 def read(page: str) -> str:
@@ -42,4 +43,9 @@ def printed(source: str, scope: dict[str, Any] | None = None) -> str:
 
 def masked(text: str) -> list[str]:
     """The lines of a text with # for each decimal number, because last digits differ between machines."""
-    return [re.sub(r"\d+\.\d+", "#", line) for line in text.splitlines()]
+    return [re.sub(_DECIMAL, "#", line) for line in text.splitlines()]
+
+
+def decimals(text: str) -> list[float]:
+    """The numbers that ``masked`` replaces."""
+    return [float(x) for x in re.findall(_DECIMAL, text)]

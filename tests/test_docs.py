@@ -13,7 +13,7 @@ from pathlib import Path
 
 import make_pages
 import pytest
-from pages import ROOT, blocks, masked, printed
+from pages import ROOT, blocks, decimals, masked, printed
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WIDTH = 88
@@ -65,6 +65,7 @@ def test_the_python_blocks_of_a_page_run_from_top_to_bottom(page: Path) -> None:
             source = source.replace(shown, replacement)
         printed_text = printed(source, scope)
         assert not output or masked(printed_text) == masked(output)
+        assert not output or decimals(printed_text) == pytest.approx(decimals(output), rel=2e-3)
 
 
 def commands(page: Path) -> list[tuple[str, str]]:

@@ -29,6 +29,7 @@ LAYERS = [
     {"validation"},
     {"forms", "order"},
     {"problems"},
+    {"teachers"},
     {"plan"},
     {"compute"},
     {"autograd"},

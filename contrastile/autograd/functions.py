@@ -235,7 +235,7 @@ class FunctionalLoss(torch.autograd.Function):
         if filled.problem.traceable:
             loss, state = operators.called(filled, local.Wanted.every(filled.problem))
             return loss, *state
-        results = compute.loss(filled, local.Wanted.every(filled.problem) if plan.problem.kind == "sigmoid" else None)
+        results = compute.loss(filled, local.Wanted.every(filled.problem) if plan.problem.keeps_sums else None)
         ids = set(map(id, arrays))
         # a replicated loss returns the scale in its state, and autograd saves no result that is an argument
         return tuple(x.view_as(x) if id(x) in ids else x for x in operators.encode_none(results, filled.problem.scale))
@@ -256,7 +256,7 @@ class FunctionalLoss(torch.autograd.Function):
         _, *flags = ctx.needs_input_grad
         # the problem with a flag instead of each array
         needs, wanted = ctx.problem.with_arrays(flags), ctx.wanted
-        if needs.kind != "sigmoid":
+        if not needs.keeps_sums:
             wanted = local.Wanted(needs.rows, needs.columns, needs.scale)
         function: Any = LossGradients
         results = function.apply(ctx.plan, wanted, upstream[0], *ctx.saved_tensors)

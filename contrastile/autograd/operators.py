@@ -18,7 +18,7 @@ from contrastile import compute
 from contrastile.autograd.arguments import Call, find_graphs
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Options
-from contrastile.backends.objectives import STATISTICS
+from contrastile.backends.objectives import KEEPS_SUMS, STATISTICS
 from contrastile.backends.registry import load
 from contrastile.backends.replay import Captured, Pool, Signatures, Where, record
 from contrastile.plan import Plan
@@ -82,7 +82,7 @@ def called(plan: Plan, wanted: local.Wanted) -> tuple[Tensor, list[Tensor]]:
 def gradients_called(plan: Plan, state: compute.Arrays, upstream: Tensor, wanted: local.Wanted) -> list[Tensor]:
     """Call the operator ``gradients`` with a plan: gradients of the rows, the scale, the bias and each column block."""
     problem = plan.problem
-    tensors = encode_none(state[:LSES] if problem.kind != "sigmoid" else state, problem.scale)
+    tensors = encode_none(state if problem.keeps_sums else state[:LSES], problem.scale)
     arrays = problem.rows, problem.columns, problem.scale, problem.vectors
     rows, columns, scale, bias = gradients(upstream, tensors, *arrays, *settings_of(plan), wanted.flags)
     return [rows, scale, bias, *columns]
@@ -91,7 +91,7 @@ def gradients_called(plan: Plan, state: compute.Arrays, upstream: Tensor, wanted
 def settings_of(plan: Plan) -> tuple[Any, ...]:
     """The numbers and strings of a plan, in the operators' order; (0, 0) stands for no tile."""
     options, problem = plan.options, plan.problem
-    form = problem.kind, problem.match, problem.margin, problem.smoothing
+    form = problem.kind, problem.match, problem.margin, problem.smoothing, problem.depth
     return *form, plan.name, *(options.tile or (0, 0)), options.precision, options.workspace
 
 
@@ -104,15 +104,16 @@ def _plan(
     settings: Sequence[Any],
 ) -> Plan:
     """The plan from its arrays and its ``settings_of``."""
-    kind, match, margin, smoothing, backend, tile_rows, tile_columns, precision, workspace = settings
-    form = Problem(rows, (), scale, None, None, kind=kind, match=match, margin=margin, smoothing=smoothing)
+    kind, match, margin, smoothing, depth, backend, tile_rows, tile_columns, precision, workspace = settings
+    options_of_loss = {"kind": kind, "match": match, "margin": margin, "smoothing": smoothing, "depth": depth}
+    form = Problem(rows, (), scale, None, None, **options_of_loss)
     options = Options((tile_rows, tile_columns) if tile_rows else None, precision, workspace)
     return Plan(form.with_arrays((rows, scale, bias, *vectors, *columns)), backend, options, library_of(rows))
 
 
 _SETTINGS = (
-    "str kind, str match, float? margin, float? smoothing, str backend, SymInt tile_rows, SymInt tile_columns, "
-    "str precision, SymInt? workspace, bool[] wants"
+    "str kind, str match, float? margin, float? smoothing, SymInt? depth, str backend, SymInt tile_rows, "
+    "SymInt tile_columns, str precision, SymInt? workspace, bool[] wants"
 )
 _LOSS = (
     f"(Tensor rows, Tensor[] columns, Tensor scale, Tensor? bias, Tensor?[] vectors, {_SETTINGS}) -> (Tensor, Tensor[])"
@@ -169,7 +170,7 @@ def _prepare_loss(
 ) -> tuple[Plan, Callable[[], compute.Arrays]]:
     *settings, wants = others
     plan = _plan(rows, columns, scale, bias, vectors, (kind, *settings))
-    if kind == "sigmoid":
+    if plan.problem.keeps_sums:
         return plan, lambda: compute.loss(plan, local.Wanted.of(wants) if any(wants) else None)
     return plan, lambda: compute.loss(plan)[: 1 + LSES]
 
@@ -204,9 +205,9 @@ def _fake_loss(rows: Tensor, columns: Sequence[Tensor], scale: Tensor, *others: 
     _, vectors, kind, *settings, wants = others
     state: list[Tensor | None] = []
     column_count = None if vectors[2] is None else sum(x.shape[0] for x in columns)
-    backend = load(settings[3])
+    backend = load(settings[4])
     state_dtype = backend.state(library_of(rows).dtype(rows))
-    if kind != "sigmoid":
+    if kind not in KEEPS_SUMS:
         pair = (2,) if backend.compensated and state_dtype == "float64" else ()
         for count in (rows.shape[0], rows.shape[0], column_count, column_count):
             state.append(None if count is None else scale.new_empty((count, *pair), dtype=torch.float64))
@@ -227,7 +228,7 @@ def _fake_gradients(
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     _, kind, *_, wants = others
     # contiguous, whatever the features' strides are
-    shapes = [x.shape for x in (rows, *(columns if kind != "sigmoid" else state[2:]))]
+    shapes = [x.shape for x in (rows, *(state[2:] if kind in KEEPS_SUMS else columns))]
     *wants_features, wants_scale, wants_bias = wants
     features = [rows.new_empty(shape) if want else None for shape, want in zip(shapes, wants_features, strict=True)]
     numbers = [torch.empty_like(scale) if want else None for want in (wants_scale, wants_bias)]
@@ -249,10 +250,10 @@ def _backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     state, (rows, scale, _, *others) = saved[: ctx.count], saved[ctx.count :]
     vectors, columns = others[: len(VECTORS)], others[len(VECTORS) :]
-    if ctx.settings[0] == "sigmoid" and not state:
+    if ctx.settings[0] in KEEPS_SUMS and not state:
         raise RuntimeError(
-            "a sigmoid loss that is to be trained must be traced or exported with inputs that require gradients, got "
-            "none that did; export it with them"
+            "a sigmoid loss, or one with a teacher, that is to be trained must be traced or exported with inputs that "
+            "require gradients, got none that did; export it with them"
         )
     args = one_upstream(upstream), state, rows, columns, scale, vectors
     d_rows, d_columns, *numbers = gradients(*args, *ctx.settings, wants)

@@ -75,19 +75,6 @@ def signature(build: Hashable, settings: Any) -> tuple[Hashable, ...]:
     return build, *settings.items(), *map(type, settings.values()), *sides
 
 
-def replayed(
-    task: Hashable, settings: Any, args: Sequence[Any], make: Callable[..., Any], launch: Callable[..., Tensor]
-) -> Tensor | None:
-    """The differentiable result of ``launch`` for tensors on a GPU, from CUDA graphs; None if the caller must launch.
-
-    See ``Steps.loss``.
-    """
-    call = plain_call(args, {})
-    if call is None or not getattr(args[0], "is_cuda", False) or not is_plain():
-        return None
-    return steps.STEPS.loss(signature(task, settings), call, make, launch)
-
-
 class Calls:
     """The call signatures of this process."""
 

@@ -202,9 +202,10 @@ class Steps(Signatures[Step]):
         position = {name: i for i, name in enumerate(distinct)}
         tensors, slots = [*distinct.values()], [position.get(name) for name in names]
         wants = [grad and name in separate and x.requires_grad for name, x in distinct.items()]
-        form = problem.kind, problem.match, problem.margin, problem.smoothing, problem.whole, plan.name, plan.options
+        form = problem.kind, problem.match, problem.margin, problem.smoothing, problem.depth, problem.whole, plan.name
         context: tuple[Any, ...] = replay_context(rows.get_device()) if can_capture(rows) else ()
-        key = form, replace(placement, call=Label()), wanted, context, *slots, *[(x.dtype, x.shape) for x in tensors]
+        kinds = [(x.dtype, x.shape) for x in tensors]
+        key = form, replace(placement, call=Label()), plan.options, wanted, context, *slots, *kinds
         blank = replace(plan, problem=replace(problem, placement=replace(placement, agreed=True))).without_arrays()
 
         def launch(places: Sequence[Tensor]) -> Tensor:

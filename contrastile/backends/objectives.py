@@ -92,6 +92,12 @@ OBJECTIVES = {"softmax": SOFTMAX, "inside": INSIDE}
 STATISTICS = "statistics"
 """The kind of a problem whose value is N, P and D themselves, and whose weights are the bars of these, (l, 3)."""
 
+TEACHER = "teacher"
+"""The kind of a problem that is linear in the logits: see ``schedules.teacher``."""
+
+KEEPS_SUMS = frozenset(("sigmoid", TEACHER))
+"""The kinds of problems whose state is the sums from which their gradients follow."""
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:

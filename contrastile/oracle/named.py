@@ -230,23 +230,24 @@ def siglip(
 
 
 def distillation(
-    I: npt.ArrayLike,
-    T: npt.ArrayLike,
-    scale: npt.ArrayLike,
-    teacher: tuple[npt.ArrayLike, npt.ArrayLike],
-    teacher_scale: float,
+    form: Form, *teachers: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike], share: float = 1.0
 ) -> LossAndGradients:
-    """The mean cross-entropy of the teacher's softmax, halved over both directions (open_clip's ``DistillClipLoss``).
+    """A loss, one of L_out without options, whose targets are the mean of teachers' softmaxes (CLIP-KD, MobileCLIP).
 
-    I, T: (b, d), the student's features; teacher: (b, e) each.
+    teachers: each (m, e), (n, e) and a scale. share: of the targets; the positives keep the rest.
     """
-    student_and_teacher, value, G = (logits(I, T, scale), logits(*teacher, teacher_scale)), 0.0, np.zeros(())
-    for axis in (1, 0):
-        log_p, log_y = (x - np.expand_dims(lse(x, axis), axis) for x in student_and_teacher)
-        value -= float((np.exp(log_y) * log_p).sum())
-        G = G + np.exp(log_p) - np.exp(log_y)
-    divisor = 2 * max(len(G), 1)
-    return LossAndGradients(value / divisor, *gradients(I, T, scale, G / divisor))
+    P, A = (mask(len(form.q), len(form.k)) for mask in (form.pairs.positive, form.pairs.admitted))
+    x, *ys = (np.where(A, logits(*features), -np.inf) for features in ((form.q, form.k, form.scale), *teachers))
+    value, G = 0.0, np.zeros(x.shape)
+    for axis, w, own in ((1, form.u, P * target_weights(P)[:, None]), (0, form.v, P * target_weights(P.T))):
+        if w is None:
+            continue
+        log_p, *log_ys = (z - np.expand_dims(lse(z, axis), axis) for z in (x, *ys))
+        y = (1 - share) * own + share / len(ys) * sum(map(np.exp, log_ys))
+        w = np.expand_dims(w, axis)
+        value -= weighted_sum(w, np.where(A, y * log_p, 0.0))
+        G = G + w * (np.exp(log_p) - y)
+    return LossAndGradients(value, *gradients(form.q, form.k, form.scale, G))
 
 
 def _shares(weights: npt.ArrayLike | None, P: BoolArray) -> FloatArray:

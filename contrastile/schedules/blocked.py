@@ -268,12 +268,12 @@ def backward(
     """Gradients of ``upstream * loss`` for the softmax loss: see ``local.backward``."""
     backend, options = work
     blocks, arrays = _Blocks(problem, backend.arrays), backend.arrays
-    if _is_single_block(problem):
+    if _is_single_block(problem) and not problem.gives_sums:
         schedule = local.backward if problem.columns else triangle.backward
         gradients = schedule(_fetch(blocks, problem), saved, upstream, wanted, work)
         return _store_gradients(blocks, problem, gradients)
     weighted, state = problem.weighted(upstream), backend.state(blocks.source.dtype(problem.rows))
-    sums = _Sums(blocks, problem, wanted, state, problem.scale)
+    sums = _Sums(blocks, problem, wanted, state, None if problem.gives_sums else problem.scale)
     for staged in blocks.staged_blocks(weighted, sums):
         row_sums, column_sums = sums.accumulators(staged)
         if staged.subproblem is None:

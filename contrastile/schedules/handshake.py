@@ -148,7 +148,7 @@ class Handshake:
         self._has_met = True
         all_values = records[:, -len(scalars.NAMES) :].view("float64")
         if (records[:, :2] != record[:2]).any() or not scalars.alike(all_values):
-            self._raise_mismatch(json.dumps(agreed | dict(zip(scalars.NAMES, values, strict=False))))
+            self._raise_mismatch(json.dumps(agreed | dict(zip(scalars.words(label.loss), values, strict=False))))
         sizes = records[:, 2 : 3 + len(columns)].tobytes()
         shards = _shards(sizes, len(records), 0 if may_be_empty else 1 + settings.get("in_batch", True))
         exchange = self._resolve_exchange(comm, shards, int(rows.shape[1]), dtype, device)

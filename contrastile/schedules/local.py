@@ -337,7 +337,8 @@ def gradients_from_sums(
 ) -> Gradients:
     """Gradients from the accumulated sums: multiplied by the scale, then cast once to the features' dtype.
 
-    ``dscale = sum_i <row_i, (G K)_i>`` is computed before the cast and needs no pass over the tiles.
+    ``dscale = sum_i <row_i, (G K)_i>`` is computed before the cast and needs no pass over the tiles. If the problem
+    ``gives_sums``, the features' gradients are the sums themselves.
 
     Args:
         problem: only its rows and its scale are read.
@@ -359,8 +360,8 @@ def gradients_from_sums(
     factor = scale if upstream is None else scale * upstream
 
     def scaled(x: Array | None, is_wanted: bool) -> Array | None:
-        if x is None or not is_wanted:
-            return None
+        if x is None or not is_wanted or problem.gives_sums:
+            return x if is_wanted else None
         return arrays.scaled(x, factor, dtype, consume=upstream is None)
 
     d_scale = scalar_gradient(arrays.inner(rows, sums.rows), True) if wanted.scale else None

@@ -12,7 +12,7 @@ from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary, transfer
 from contrastile.backends.contract import Array, Block, Match, Pairs, SideStatistics
-from contrastile.backends.objectives import STATISTICS, Terms, terms
+from contrastile.backends.objectives import KEEPS_SUMS, STATISTICS, TEACHER, Terms, terms
 from contrastile.schedules.placement import Placement
 
 BLOCK = 65536
@@ -60,8 +60,8 @@ class Problem:
             columns i k to i k + k - 1 belong to row i, and the first ``own_counts[i]`` of them are its negatives. They
             are in no vector of the columns and in no placement. See ``has_own_positives``.
         kind: "sigmoid", or the name of a loss of the statistics, one of ``objectives.OBJECTIVES``; or
-            ``objectives.STATISTICS``: see ``with_bars``.
-        bias: 0-d, or None for 0.
+            ``objectives.STATISTICS``: see ``with_bars``; or ``objectives.TEACHER``.
+        bias: 0-d, or None for 0. Of the kind ``TEACHER`` it is the scale of the teacher's logits.
         match: what equal ids mean: see ``Pairs``.
         placement: the position of this rank's part in a problem of several ranks; None for a process alone. With a
             placement rows, columns, weights and ids are this rank's; positives and excluded index all ranks' columns.
@@ -70,7 +70,7 @@ class Problem:
             are against themselves; 1 for labels, which give the weights. None for any other: see ``contract.Whole``.
         margin: the amount subtracted from the cosines of the positives before the scale is applied; None for 0.
         smoothing: the share of each row of y that is spread over all columns, which are then all admitted.
-        depth: the number of features in rows that also hold values, see ``schedules.values``; None without values.
+        depth: the number of the teacher's features, which come first: see ``schedules.teacher``; None without any.
         beside: statistics of the rows over other columns, merged with the statistics of the blocks.
         row_sums: (m, d) state dtype, on the features' device: the initial value of the rows' gradient sums; None for 0.
     """
@@ -121,6 +121,16 @@ class Problem:
         return self.own_counts is not None and self.positives is None and self.match == "drop"
 
     @property
+    def keeps_sums(self) -> bool:
+        """Whether the state of the loss is the sums from which its gradients follow."""
+        return self.kind in KEEPS_SUMS
+
+    @property
+    def gives_sums(self) -> bool:
+        """Whether G multiplies values: their sums, in the state dtype, are then the result of a backward pass."""
+        return self.depth is not None and self.kind != TEACHER
+
+    @property
     def traceable(self) -> bool:
         """Whether an operator may represent the problem: a graph holds no messages of ranks and no copies of blocks."""
         return self.placement is None and self.blocking is None
@@ -152,8 +162,8 @@ class Problem:
         return Problem(*args)
 
     def for_gradients(self) -> Problem:
-        """The part that the gradients read. A sigmoid loss keeps its sums, so only its rows and scale are read."""
-        if self.kind != "sigmoid":
+        """The part that the gradients read. A loss that keeps its sums reads only its rows and scale."""
+        if not self.keeps_sums:
             return self
         return Problem(
             self.rows, (), self.scale, None, None, kind=self.kind, placement=self.placement, blocking=self.blocking

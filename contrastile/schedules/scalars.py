@@ -18,6 +18,7 @@ from contrastile.schedules.problem import Problem
 from contrastile.schedules.sums import gathered, placed
 
 NAMES = "scale", "bias"
+"""The fields of a problem that are compared."""
 READABLE = frozenset(("cpu", "a number"))
 """Where a number lies that the host can read at once, so that the handshake compares it."""
 PERIOD = 16
@@ -25,6 +26,11 @@ PERIOD = 16
 takes long, and a difference between ranks persists."""
 # processors may round exp differently
 _TOLERANCE = 2.0**-20
+
+
+def words(loss: str) -> tuple[str, str]:
+    """The words for ``NAMES`` in the messages of a loss: only the sigmoid loss has a bias."""
+    return "scale", "bias" if loss == "sigmoid_loss" else "teacher[2]"
 
 
 def alike(values: Array) -> Array:
@@ -93,7 +99,8 @@ def check(communicator: Communicator) -> None:
     unread = communicator.calls.unread
     while unread:
         label, reads = unread[0]
-        numbers = {name: read() for name, read in reads.items()}
+        word: dict[str, str] = dict(zip(NAMES, words(label.loss), strict=True))
+        numbers = {word[name]: read() for name, read in reads.items()}
         if any(values is None for values in numbers.values()):
             return
         unread.pop(0)

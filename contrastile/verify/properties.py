@@ -13,7 +13,7 @@ import numpy as np
 from contrastile.backends.contract import Options
 from contrastile.oracle.arrays import float64
 from contrastile.schedules.local import Wanted
-from contrastile.schedules.values import with_values
+from contrastile.schedules.teacher import with_values
 from contrastile.verify import (
     distributed,
     growth,

@@ -210,7 +210,7 @@ def _interfaces(subject: Subject, share: Share) -> list[Interface]:
     objective, arguments = share.case.claims.objective, share.case.arguments
     keywords, names = arguments.keywords, ["autograd", "nn"]
     # torch.func.grad takes no gradients of keywords
-    names += ["torch.func.grad"] * (not arguments.negatives) + ["DistillClipLoss"] * (share.label == CALLS)
+    names += ["torch.func.grad"] * (not arguments.negatives) + ["a teacher"] * (share.label == CALLS)
     chosen = [way for way in OF_TENSORS if way.name in names]
     return [returning, *(x for x in chosen if x.objectives is None or (objective in x.objectives and not keywords))]
 

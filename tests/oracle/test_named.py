@@ -203,5 +203,5 @@ def test_distillation_is_the_mean_of_torch_s_cross_entropies_of_the_teacher_s_so
     # the targets have the rounding errors of probabilities
     plain_balls = softmax(I, T, Pairs(np.arange(B)), 0.5 / B, 0.5 / B)[:4]
     expected = [value.item(), *(g.numpy() for g in torch.autograd.grad(value, [a, t, s]))]
-    result = list(distillation(I, T, S, GUIDE, 3.0))[:4]
+    result = list(distillation(clip.form(I, T, S), (*GUIDE, 3.0)))[:4]
     assert all(agrees(ours, Ball(x, 4 * ball.rad)) for ours, x, ball in zip(result, expected, plain_balls, strict=True))

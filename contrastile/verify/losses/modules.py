@@ -79,25 +79,28 @@ def captioned(loss: Target, settings: dict[str, Any]) -> Target:
     return target
 
 
-def distilled(loss: Target, settings: dict[str, Any]) -> Target:
-    """The distillation module. Its teacher is certain of pairs in adjacent rows, so it computes their symmetric loss.
+def taught(loss: Target, settings: dict[str, Any]) -> Target:
+    """A loss with a teacher that is certain of pairs in adjacent rows, so that it is the loss of these pairs.
 
-    Its gradients are differences of two terms, so it computes in float64: the test is of the module, not of a backend.
+    Its gradients are differences of two terms, so it computes in float64: the test is of the code above the backends.
     """
     import torch
-
-    from contrastile import nn
 
     group = settings.get("group")
     rank, size = (0, 1) if group is None else (group.rank, group.size)
 
-    def target(image: Array, text: Array, scale: Any) -> Any:
-        columns = torch.arange(len(image), device=image.device) + rank * ROWS
-        teacher = torch.nn.functional.one_hot(columns, max(len(image), size * ROWS)).double()
-        arguments = image.double(), text.roll(1, 0).double(), scale, teacher, teacher.roll(1, 0), 200.0
-        criterion = nn.DistillClipLoss(**{**settings, "backend": "torch", "precision": "auto"})
+    def target(query: Array, key: Array, scale: Any) -> Any:
+        columns = torch.arange(len(query), device=query.device) + rank * ROWS
+        teacher = torch.nn.functional.one_hot(columns, max(len(query), size * ROWS)).double()
+        arguments = query.double(), key.roll(1, 0).double(), scale
+        keywords = {
+            **settings,
+            "backend": "torch",
+            "precision": "auto",
+            "teacher": (teacher, teacher.roll(1, 0), 200.0),
+        }
         # On a GPU, the fourth call of a signature replays a graph.
-        _, distillation = [criterion(*arguments) for _ in range(4 if image.is_cuda else 1)][-1]
-        return distillation.to(torch.promote_types(image.dtype, torch.float32))
+        *_, value = [loss(*arguments, **keywords) for _ in range(4 if query.is_cuda else 1)]
+        return value.to(torch.promote_types(query.dtype, torch.float32))
 
     return target

@@ -13,7 +13,7 @@ from contrastile import evaluation, losses
 from contrastile.backends.contract import Array
 from contrastile.verify.losses.arguments import SELF
 from contrastile.verify.losses.claims import INTEGERS, KEYWORDS, Claims
-from contrastile.verify.losses.modules import ROWS, Target, captioned, distilled, module, of_temperature
+from contrastile.verify.losses.modules import ROWS, Target, captioned, module, of_temperature, taught
 from contrastile.verify.losses.subject import Loss
 from contrastile.verify.trial import Subject
 
@@ -367,7 +367,7 @@ OF_TENSORS = (
     Interface("nn in evaluation", partial(module, trains=False), ("leaves",), (), _PAIRS, any_dtype=True),
     _plain_of_any_dtype("nn of a temperature", of_temperature, ("leaves", "interleaved"), _TALL, SELF),
     Interface("CoCaLoss", captioned, (), (), ("clip_loss",), any_dtype=True),
-    _plain_of_any_dtype("DistillClipLoss", distilled, (), _BARE, ("clip_loss",)),
+    _plain_of_any_dtype("a teacher", taught, (), (*_NO_COLUMNS, *_BARE), ("clip_loss", *_ONE)),
 )
 """The interfaces that take torch tensors only."""
 
