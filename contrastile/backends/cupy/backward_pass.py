@@ -310,10 +310,22 @@ class _Rows:
             first=self.finalized_blocks,
             all_blocks=self.total,
             inner=pointer(self.inner),
+            **self._entries(row),
         )
         blocks = ceil_div(height, LINES)
         launch(instance("finalize_rows", "finalize_rows", element(features)), blocks, THREADS, arguments)
         self.finalized_blocks += blocks
+
+    def _entries(self, row: int) -> dict[str, int | None]:
+        """The arguments by which ``inner`` is of a G that is not rounded at positives, for the rows from ``row`` on."""
+        owner = self.owner
+        if owner.entries is None or owner.dtype == "float32":
+            return {}
+        arguments = {"entries": pointer(owner.entries, row), "logits": pointer(owner.row.inputs[1], row)}
+        if owner.factors is not None and row < owner.start:
+            kept = owner.factors.row, owner.factors.column, owner.tiles.pairs.positives
+            arguments |= dict(zip(("row_kept", "column_kept", "positives"), map(pointer, kept), strict=True))
+        return arguments
 
 
 class _Columns:

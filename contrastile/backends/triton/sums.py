@@ -15,12 +15,15 @@ from contrastile.backends.triton.tiles import GRADIENT_SCALE
 @kernel
 @triton.jit(do_not_specialize=["m"])
 def finalize_rows(
-    sums, rows, out, inner, scale, plan, m, sums_stride, row_stride, out_stride, depth,
+    sums, rows, out, inner, scale, plan, entries, logits, m, sums_stride, row_stride, out_stride, depth,
     LINES: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Write ``out = scale R``, rounded once, and sums over LINES rows of ``<q_i, R_i>`` to inner (programs,), float64.
 
     sums: (m, d) float32, GRADIENT_SCALE times R = G K; rows: (m, d) features; out: (m, d) in the features' dtype.
+    entries, logits: (m,) float64, G at the rows' positives and their logits, or None. With them inner is of a G that is
+    not rounded there. Such an entry is as large as all others of its row together, and the roundings may have one sign,
+    while inner is a sum that cancels: its error would be up to 60 times as large.
     """
     i = tl.program_id(0) * LINES + tl.arange(0, LINES)
     inside = i < m
@@ -28,6 +31,12 @@ def finalize_rows(
     # exact, because GRADIENT_SCALE is a power of two
     inverse_scale = 1.0 / tl.load(plan + GRADIENT_SCALE)
     dot = tl.zeros((LINES,), tl.float32)
+    lost = tl.zeros((LINES,), tl.float64)
+    if entries is not None:
+        g = (tl.load(entries + i, mask=inside, other=0.0) / inverse_scale).to(tl.float32)
+        error = (g - g.to(out.dtype.element_ty).to(tl.float32)) * inverse_scale
+        dots = tl.load(logits + i, mask=inside, other=0.0) / tl.where(s == 0.0, float("inf"), s)
+        lost = tl.where(error == 0.0, 0.0, error * dots)
     for k in range(0, depth, BD):
         r = load_features(sums, i, sums_stride, k, inside, depth, BD) * inverse_scale
         dot += tl.sum(load_features(rows, i, row_stride, k, inside, depth, BD).to(tl.float32) * r, 1)
@@ -35,7 +44,7 @@ def finalize_rows(
         is_inside = inside[:, None] & (j < depth)[None, :]
         pointers = out + i.to(tl.int64)[:, None] * out_stride + j[None, :]
         tl.store(pointers, (r * s).to(out.dtype.element_ty), mask=is_inside)
-    tl.store(inner + tl.program_id(0), tl.sum(dot.to(tl.float64), 0))
+    tl.store(inner + tl.program_id(0), tl.sum(dot.to(tl.float64) + lost, 0))
 
 
 @kernel

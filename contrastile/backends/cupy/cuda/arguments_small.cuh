@@ -273,6 +273,11 @@ struct FinalizeRowsArguments {
     long long first;     // number of parts that earlier chunks wrote
     long long all_blocks;
     double* inner;       // 0-d, written by the block that finishes last
+    const float* entries;        // (m,) of these rows, of GradientArguments; null in float32 and where ids name positives
+    const double* logits;        // (m,) of the rows' positives, given with entries
+    const long long* positives;  // (m,) given, as the next two, where the rows' exponentials were kept
+    const float* row_kept;       // (m,) of epilogue_scales
+    const float* column_kept;
 };
 
 }  // namespace contrastile

@@ -27,10 +27,27 @@ __device__ __forceinline__ void add_parts(const FinalizeRowsArguments& a, double
     *a.inner = sum;
 }
 
+// What the products lack at row i's positive, because G was rounded there: (G - rounded G) x / scale.
+//
+// A row's entry there is as large as all its others together, and the roundings may have one sign, while inner is a sum
+// that cancels: without this part its error would be up to 60 times as large.
+template <class T>
+__device__ __forceinline__ double lost_at_positive(const FinalizeRowsArguments& a, long long i) {
+    const float g = a.entries[i], scale = *a.scale;
+    if (g == 0.0f || scale == 0.0f) return 0.0;
+    float rounded = widen(narrow<T>(g));
+    if (a.row_kept != nullptr && a.plan->kept) {
+        // as kept_positives and weighted_sm90 have it
+        const float factor = a.row_kept[i] + a.column_kept[a.positives[i]];
+        rounded = widen(narrow<T>(widen(narrow<T>(g / factor)) * factor));
+    }
+    return static_cast<double>(g - rounded) * a.logits[i] / scale;
+}
+
 // out = scale sums / gradient_scale, and inner = sum of <features_i, sums_i> / gradient_scale over the rows of all chunks.
 //
 // The shares of sums are read once and added in their order. Inner products add eight products at a time in float32 and
-// these in double. gradient_scale is a power of two.
+// these in double. gradient_scale is a power of two. With entries, inner is of a G that is not rounded at positives.
 template <class T>
 __global__ void __launch_bounds__(256) finalize_rows(const __grid_constant__ FinalizeRowsArguments a) {
     static_assert(LINES == 8, "a warp takes one row");
@@ -81,6 +98,7 @@ __global__ void __launch_bounds__(256) finalize_rows(const __grid_constant__ Fin
             inner += x * features.at(k);
             out[k] = narrow<T>(x * factor);
         }
+        if (a.entries != nullptr && lane == 0) inner += unscale * lost_at_positive<T>(a, i);
     }
     inner = warp_sum(inner);
     if (lane == 0) parts[warp] = inner;
