@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -316,8 +317,7 @@ def test_the_gradient_of_the_scale_is_as_exact_as_plain(backend: str, keep: int 
     """The roundings of G at the positives have one sign here: without them back, the error is 13 to 46 x plain's."""
     cross_entropy = torch.nn.functional.cross_entropy
     for b, d in ((4096, 512), (8192, 128)):
-        draw = lambda *shape: torch.randn(*shape, device="cuda", generator=generator)  # noqa: E731
-        generator = torch.Generator("cuda").manual_seed(0)
+        draw = partial(torch.randn, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
         image = torch.nn.functional.normalize(2 * draw(1, d) + draw(b, d), dim=1)
         text = torch.nn.functional.normalize(image + draw(b, d) / d**0.5, dim=1).bfloat16()
         image, index = image.bfloat16(), torch.arange(b, device="cuda")
