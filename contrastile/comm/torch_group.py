@@ -63,7 +63,8 @@ def of(group: Any, deadline: float | None = None) -> Communicator:
         process_group = group.get_group() if group.get_coordinate() is not None else group
     if not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(
-            f"group must be a ProcessGroup or a DeviceMesh that this process is in, or 'world', got {group!r}"
+            f"group must be a ProcessGroup or a DeviceMesh that this process is in, or 'world', got {group!r}; pass "
+            "e.g. group='world'"
         )
     with _CONNECTING.setdefault(process_group.group_name, threading.Lock()):
         communicator = _KNOWN.get(process_group)
