@@ -173,9 +173,10 @@ class _BackwardPass(BlockPass):
             if column + width == self.n:
                 matrices = part, lines(rows, row, height), lines(out, row, height)
                 strides, parts = [x.stride(0) for x in matrices], inner[row // walk.height * programs :]
-                at_positives = (None, None)
+                at_positives = (None, None, None)
                 if self.entries is not None and rows.itemsize == 2:
-                    at_positives = lines(self.entries, row, height), lines(self.weights[1], row, height)
+                    vectors = lines(self.entries, row, height), lines(self.weights[1], row, height)
+                    at_positives = (self.block.bias, *vectors)
                 sums.finalize_rows[(ceil_div(height, tall),)](
                     *matrices, parts, self.block.scale, self.plan, *at_positives, height, *strides,
                     depth=d, LINES=tall, BD=step(d),

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from contrastile.backends.triton.kernel import kernel
-from contrastile.backends.triton.logits import log_add, softplus
+from contrastile.backends.triton.logits import bias_of, log_add, softplus
 from contrastile.backends.triton.precheck import load_features
 from contrastile.backends.triton.tiles import GRADIENT_SCALE
 
@@ -15,7 +15,7 @@ from contrastile.backends.triton.tiles import GRADIENT_SCALE
 @kernel
 @triton.jit(do_not_specialize=["m"])
 def finalize_rows(
-    sums, rows, out, inner, scale, plan, entries, logits, m, sums_stride, row_stride, out_stride, depth,
+    sums, rows, out, inner, scale, plan, bias, entries, logits, m, sums_stride, row_stride, out_stride, depth,
     LINES: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Write ``out = scale R``, rounded once, and sums over LINES rows of ``<q_i, R_i>`` to inner (programs,), float64.
@@ -35,7 +35,8 @@ def finalize_rows(
     if entries is not None:
         g = (tl.load(entries + i, mask=inside, other=0.0) / inverse_scale).to(tl.float32)
         error = (g - g.to(out.dtype.element_ty).to(tl.float32)) * inverse_scale
-        dots = tl.load(logits + i, mask=inside, other=0.0) / tl.where(s == 0.0, float("inf"), s)
+        x = tl.load(logits + i, mask=inside, other=0.0) - bias_of(bias)
+        dots = x / tl.where(s == 0.0, float("inf"), s)
         lost = tl.where(error == 0.0, 0.0, error * dots)
     for k in range(0, depth, BD):
         r = load_features(sums, i, sums_stride, k, inside, depth, BD) * inverse_scale

@@ -27,7 +27,7 @@ __device__ __forceinline__ void add_parts(const FinalizeRowsArguments& a, double
     *a.inner = sum;
 }
 
-// What the products lack at row i's positive, because G was rounded there: (G - rounded G) x / scale.
+// What the products lack at row i's positive, because G was rounded there: G - rounded G, times the dot.
 //
 // A row's entry there is as large as all its others together, and the roundings may have one sign, while inner is a sum
 // that cancels: without this part its error would be up to 60 times as large.
@@ -41,7 +41,7 @@ __device__ __forceinline__ double lost_at_positive(const FinalizeRowsArguments& 
         const float factor = a.row_kept[i] + a.column_kept[a.positives[i]];
         rounded = widen(narrow<T>(widen(narrow<T>(g / factor)) * factor));
     }
-    return static_cast<double>(g - rounded) * a.logits[i] / scale;
+    return static_cast<double>(g - rounded) * (a.logits[i] - a.plan->bias) / scale;
 }
 
 // out = scale sums / gradient_scale, and inner = sum of <features_i, sums_i> / gradient_scale over the rows of all chunks.
