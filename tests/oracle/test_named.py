@@ -196,12 +196,18 @@ def test_clip_is_the_mean_of_torch_s_cross_entropies_with_the_papers_options(nam
     assert all(map(agrees, list(result)[:4], balls))
 
 
-def test_distillation_is_the_mean_of_torch_s_cross_entropies_of_the_teacher_s_softmax() -> None:
+@pytest.mark.parametrize("two_sided", [True, False])
+def test_distillation_is_the_mean_of_torch_s_cross_entropies_of_the_teacher_s_softmax(two_sided: bool) -> None:
     a, t, s = leaves(I, T, S)
     x, y = s * a @ t.T, torch.tensor(3.0 * GUIDE[0] @ GUIDE[1].T)
-    value = (cross_entropy(x, y.softmax(1)) + cross_entropy(x.T, y.T.softmax(1))) / 2
+    if two_sided:
+        form, share = clip.form(I, T, S), 1.0
+        value = (cross_entropy(x, y.softmax(1)) + cross_entropy(x.T, y.T.softmax(1))) / 2
+    else:
+        form, share = info_nce.form(I, T, S), 0.3
+        value = 0.7 * cross_entropy(x, torch.arange(B)) + 0.3 * cross_entropy(x, y.softmax(1))
     # the targets have the rounding errors of probabilities
     plain_balls = softmax(I, T, Pairs(np.arange(B)), 0.5 / B, 0.5 / B)[:4]
     expected = [value.item(), *(g.numpy() for g in torch.autograd.grad(value, [a, t, s]))]
-    result = list(distillation(clip.form(I, T, S), (*GUIDE, 3.0)))[:4]
+    result = list(distillation(form, (*GUIDE, 3.0), share=share))[:4]
     assert all(agrees(ours, Ball(x, 4 * ball.rad)) for ours, x, ball in zip(result, expected, plain_balls, strict=True))
