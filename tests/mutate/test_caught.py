@@ -10,6 +10,7 @@ import argparse
 import inspect
 import json
 import re
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -80,8 +81,20 @@ def skip_where_missing(mutant: Mutant) -> None:
 def plant(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every function of the patched file its code in the patched source."""
     name = ".".join([PACKAGE.name, *Path(mutant.file).with_suffix("").parts]).removesuffix(".__init__")
-    for function, code in functions(compile(mutant.applied(), mutant.file, "exec"), import_module(name)):
+    module_code = compile(mutant.applied(), mutant.file, "exec")
+    for function, code in functions(module_code, import_module(name)):
         monkeypatch.setattr(function, "__code__", code)
+    run_path = runpy.run_path
+
+    def run_patched(path: str) -> dict[str, Any]:
+        """The names of a file; the patched file runs as it is patched."""
+        if Path(path) != PACKAGE / mutant.file:
+            return run_path(path)
+        names: dict[str, Any] = {"__name__": "<run_path>"}
+        exec(module_code, names)
+        return names
+
+    monkeypatch.setattr("runpy.run_path", run_patched)
 
 
 def functions(code: CodeType, owner: Any) -> Iterator[tuple[Any, CodeType]]:
