@@ -94,7 +94,6 @@ class Step(Captured):
     def _replay_forward(self, tensors: Sequence[Tensor]) -> int:
         self.copy(tensors)
         self._replay(self._forward, tensors[0])
-        self.replays += 1
         self._last_replay = self.pool.replayed(self._place)
         return self._last_replay
 

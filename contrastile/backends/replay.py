@@ -6,7 +6,8 @@ copied to the memory that the graph reads, outputs to the caller's memory. The k
 so are the bits. ``contrastile.autograd.steps`` captures whole steps, ``operators`` the operators of compiled code.
 
 Graphs of one stream share the memory between their kernels (``Pool``); it stays reserved, as do the inputs and outputs
-of each graph: O(b d) bytes. At most ``MOST`` signatures are held; CONTRASTILE_GRAPHS=0 turns capture off.
+of each graph and what it keeps for gradients. ``MOST`` and ``ROOM`` bound how many signatures are held;
+CONTRASTILE_GRAPHS=0 turns capture off.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ Tensors = Sequence[Any]
 Where = tuple[Any, ...]
 """A device, a stream and, over ranks, their communicator."""
 
-MOST = 8
-"""Signatures held; the least recently used is evicted first."""
+MOST, ROOM = 64, 4 << 30
+"""Signatures held, and bytes that their captures have reserved, before another is captured in the place of one."""
 
-WORTH = 4
-"""A signature that is evicted before this many replays is never captured again: otherwise a cycle of more than ``MOST``
-signatures would be captured for ever."""
+IDLE = 500
+"""Calls of other signatures after which a held one gives its place to another. A shorter time would capture a cycle of
+too many signatures for ever."""
 
 _CALLS_BEFORE_CAPTURE = 2
 """Launched calls of a signature before a call is captured."""
 
-_MAX_COUNTED = 64
+_MAX_COUNTED = 256
 """Call signatures whose calls are counted."""
 
 _log = logging.getLogger(__name__)
@@ -151,11 +152,13 @@ class Captured:
         where: the device and the stream on which the graphs are replayed.
         pool: the graphs' memory.
         places: tensors that the graphs read; at first, copies of the tensors of the captured call.
-        replays: the number of replays.
+        used: when it was last called, in calls of all signatures.
+        reserved: the bytes that its capture has reserved, and those of the signatures whose place it has.
     """
 
     def __init__(self, where: Where, pool: Pool, tensors: Tensors) -> None:
-        self.where, self.pool, self.replays = where, pool, 0
+        self.where, self.pool = where, pool
+        self.used = self.reserved = 0
         self.places = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
         self.copy(tensors)
 
@@ -173,7 +176,7 @@ class Signatures(Generic[C]):
 
     Attributes:
         capturing: held during a capture, because all graphs of a device and stream are captured on one other stream.
-        seen: the number of calls of each signature before its capture; None where a capture failed or did not pay.
+        seen: the number of calls of each signature before its capture; None where a capture failed.
         captured: by call signature, the most recently used last.
     """
 
@@ -182,20 +185,30 @@ class Signatures(Generic[C]):
     def __init__(self) -> None:
         self.seen: dict[Hashable, int | None] = {}
         self.captured: dict[Hashable, C] = {}
+        self._calls = 0
         self._counts = threading.Lock()
 
     def find(self, key: Hashable) -> tuple[C | None, bool]:
         """The captured graphs of a signature, or None and whether to capture now; counts this call."""
         with self._counts:
+            self._calls += 1
             captured = self.captured.pop(key, None)
             if captured is not None:
+                captured.used = self._calls
                 self.captured[key] = captured
                 return captured, False
             count = self.seen.pop(key, 0)
             self.seen[key] = None if count is None else count + 1
             if len(self.seen) > _MAX_COUNTED:
                 del self.seen[next(iter(self.seen))]
-            return None, count is not None and count >= _CALLS_BEFORE_CAPTURE
+            is_due = count is not None and count >= _CALLS_BEFORE_CAPTURE
+            return None, is_due and (not self._is_full() or self._has_idle())
+
+    def _is_full(self) -> bool:
+        return len(self.captured) >= MOST or sum(x.reserved for x in self.captured.values()) >= ROOM
+
+    def _has_idle(self) -> bool:
+        return next(iter(self.captured.values())).used + IDLE <= self._calls
 
     def refuse(self, key: Hashable) -> None:
         """Launch the calls of this signature from now on."""
@@ -206,19 +219,20 @@ class Signatures(Generic[C]):
     def capture(self, key: Hashable, where: Where, make: Callable[[Pool], C]) -> C | None:
         """The graphs that ``make`` captures in the pool of this place; None where it raises."""
         with self._counts:
-            if len(self.captured) >= MOST:
-                oldest = next(iter(self.captured))
-                if self.captured.pop(oldest).replays < WORTH:
-                    self.seen[oldest] = None
+            # the pool of an evicted signature keeps its memory, and gives it to later captures
+            evicted = self.captured.pop(next(iter(self.captured))).reserved if self._is_full() else 0
             # a pool is freed with the last graph that holds it
             pool = next((x.pool for x in self.captured.values() if x.where == where), None) or Pool()
+        before = torch.cuda.memory_reserved(where[0])
         try:
             captured = make(pool)
         except RuntimeError as error:
             _log.debug("a call is not replayed: %s", error)
             self.refuse(key)
             return None
+        captured.reserved = evicted + max(torch.cuda.memory_reserved(where[0]) - before, 0)
         with self._counts:
+            captured.used = self._calls
             self.seen.pop(key, None)
             self.captured[key] = captured
         return captured

@@ -122,7 +122,7 @@ def test_a_step_over_ranks_from_graphs_has_the_bits_of_a_launched_one(
     for replayed, launched in zip(InProcessGroup[list[Any]](ranks).run(program), expected, strict=True):
         assert have_same_bits(replayed, launched)
     # three calls replay; the backward passes replay again for all but the last call, whose gradients are still there
-    assert [x.replays for x in graphs.captured.values()] == [BEFORE + 2] * ranks
+    assert [x._forward.replays for x in graphs.captured.values()] == [BEFORE + 2] * ranks
 
 
 @pytest.mark.parametrize(
