@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from contrastile import compute, problems, teachers, validation
-from contrastile.backends.arrays import library_of
+from contrastile.backends.arrays import ArrayLibrary, library_of
 from contrastile.backends.choice import choose, settled
 from contrastile.backends.contract import Array, Options
 from contrastile.backends.eager import outside_of_graphs
@@ -53,9 +53,12 @@ def evaluate_taught(
 
 
 def _added(x: Array, y: Array) -> Array:
-    """``x + y`` in the dtype of x: NumPy returns no array for numbers, and CuPy no bfloat16."""
-    arrays = library_of(x)
-    return arrays.asarray(x + y, arrays.dtype(x), x)
+    return _array(x + y, x, library_of(x))
+
+
+def _array(x: Array, like: Array, arrays: ArrayLibrary) -> Array:
+    """X as an array in the dtype of ``like``: operations of NumPy return no array for numbers, of CuPy no bfloat16."""
+    return arrays.asarray(x, arrays.dtype(like), like)
 
 
 def _evaluate(build: Builder, settings: AnySettings, args: Any, kwargs: Any) -> Array:
@@ -65,7 +68,7 @@ def _evaluate(build: Builder, settings: AnySettings, args: Any, kwargs: Any) -> 
 
         return autograd.evaluate(plan)
     value, *_ = compute.loss(plan)
-    return value
+    return _array(value, value, plan.library)
 
 
 def make(build: Builder, settings: AnySettings, args: Any, kwargs: Any) -> tuple[Plan, problems.LossProblem]:
@@ -171,8 +174,8 @@ def with_gradients(build: Builder, settings: AnySettings, args: Any, kwargs: Any
     plan, loss = make(build, settings, args, kwargs)
     wanted = local.Wanted.every(plan.problem)
     value, *state = compute.loss(plan, wanted)
-    gradients = compute.gradients(plan, state, None, wanted)
-    return value, loss.pull_back(local.Gradients.of(gradients))
+    gradients = loss.pull_back(local.Gradients.of(compute.gradients(plan, state, None, wanted)))
+    return _array(value, value, plan.library), tuple(_array(x, x, plan.library) for x in gradients)
 
 
 def _build_bound(name: str, *args: Any, **kwargs: Any) -> problems.LossProblem:

@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate
@@ -46,7 +46,7 @@ from contrastile.problems import BUILDERS
 from contrastile.reporting import one_line
 from contrastile.verify import process
 from contrastile.verify.comparison import NOTHING, Comparisons, wrong
-from contrastile.verify.trial import SkipError, Subject
+from contrastile.verify.trial import SkipError, Subject, asked
 
 TEXT = Path(__file__).with_suffix(".txt")
 _ERRORS = {x.__name__: x for x in (BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError)}
@@ -205,24 +205,29 @@ def read(text: str) -> dict[str, list[Call]]:
     return calls_by_title
 
 
+@cache
+def labelled() -> list[tuple[str, Call]]:
+    """The calls of the package's text with their labels: the title, and the call in one line."""
+    calls_by_title = read(TEXT.read_text(encoding="utf-8"))
+    return [(f"{title}, {call.line}", call) for title, calls in calls_by_title.items() for call in calls]
+
+
 def known(subject: Subject, case: str) -> Comparisons:
     """Every call of a table is refused, or gives the same, as the table has it, by each way to make it."""
     if subject.backend.arrays.name != "torch" or subject.label != "float32" or subject.device != "cpu":
         raise SkipError("in float32 of torch tensors on the host alone")
-    selector, calls_by_title = case.partition(":")[2], read(TEXT.read_text(encoding="utf-8"))
-    if not any(title.startswith(selector) for title in calls_by_title):
-        raise SkipError(f"there is no {selector!r}")
-    for title, calls in calls_by_title.items():
-        for call in calls if title.startswith(selector) else ():
-            # the tests run calls that hide a package, or that import for seconds
-            if call.without or re.search(r"nested|distributed\.tensor", call.text):
-                continue
-            for library in call.libraries:
-                for name, door in {"": None, **call.doors}.items():
-                    with _watched(call):
-                        fault = _find_fault(call, library, door)
-                    label = ", ".join(filter(None, (title, call.line, library, name)))
-                    yield label, NOTHING if fault is None else wrong(fault)
+    selected = [(label, call) for label, call in labelled() if asked(case, label)]
+    if not selected:
+        raise SkipError(f"there is no {case.partition(':')[2]!r}")
+    for label, call in selected:
+        # the tests run calls that hide a package, or that import for seconds
+        if call.without or re.search(r"nested|distributed\.tensor", call.text):
+            continue
+        for library in call.libraries:
+            for name, door in {"": None, **call.doors}.items():
+                with _watched(call):
+                    fault = _find_fault(call, library, door)
+                yield ", ".join(filter(None, (label, library, name))), NOTHING if fault is None else wrong(fault)
 
 
 @contextmanager

@@ -87,11 +87,12 @@ def by_interfaces(objective: str, subject: Subject, case: str) -> Comparisons:
                 # the interface does not take this argument
                 continue
             fields = trial.fields if name != "nan" else ["loss"]
-            result = trial.run(upstream=UPSTREAM) if name in OPTIONS else trial.result
+            is_plain_call = way.make is function and loss.claims.library == "torch"
+            result = trial.run(upstream=UPSTREAM, again=is_plain_call) if name in OPTIONS else trial.result
             upstream = UPSTREAM if name in OPTIONS and result.by_autograd else 1.0
             nothing_ran = False
             yield f"{loss.name}, {name}", trial.compare(result, fields, upstream)
-            if way.make is function and loss.claims.library == "torch" and name != CALLS and BATCHES[name].keyword:
+            if is_plain_call and name != CALLS and BATCHES[name].keyword:
                 # again after a call of the same signature with other values: the second call uses a cache
                 other = build(name, subject.dtype, loss.claims, loss.facts, 1).arguments
                 other = replace(other, options=trial.case.arguments.options)

@@ -27,8 +27,10 @@ import pytest
 from contrastile.backends.registry import load
 from contrastile.mutate.registry import EXCHANGE, PACKAGE, Mutant, every
 from contrastile.mutate.run import missing, world
+from contrastile.verify import calls
 from contrastile.verify.command import add_arguments
 from contrastile.verify.comparison import Comparisons
+from contrastile.verify.public import CASE
 from contrastile.verify.runner import Row, Run
 from contrastile.verify.selection import Selection
 from contrastile.verify.worlds import Threads
@@ -123,6 +125,14 @@ def recorded_check(mutant: Mutant) -> Iterator[Row]:
     return verify_rows(mutant, cases=[case], properties=[prop], dtypes=[dtype], precisions=[precision or "ieee"])
 
 
+def recorded_call(mutant: Mutant) -> Iterator[Row]:
+    """The rows of verify for the call that failed in the record; none if it was no call, or is no longer stated."""
+    reason = CAUGHT_BY.get(mutant.name, {}).get("reason", "")
+    for label, _ in calls.labelled():
+        if reason.startswith(f"{label}, "):
+            yield from verify_rows(mutant, cases=[f"{CASE}:{label}"], properties=["public-calls"], dtypes=["float32"])
+
+
 def verify_rows(mutant: Mutant, **selected: Any) -> Iterator[Row]:
     """The rows of verify in the world of the mutant's component, for a selection or else the mutant's own checks."""
     skip_where_missing(mutant)
@@ -169,7 +179,7 @@ def test_a_mutant_fails_a_check_that_the_correct_code_passes(
         assert statuses <= {"pass", "skip"}
         forget_calls()
     plant(mutant, monkeypatch)
-    for row in chain(first_rows(mutant), verify_rows(mutant)):
+    for row in chain(recorded_call(mutant), first_rows(mutant), verify_rows(mutant)):
         # these errors mean that the patch no longer fits the code around it
         assert not re.search("raised (Type|Attribute|Name)Error", row["reason"]), row
         if row["status"] == "fail":

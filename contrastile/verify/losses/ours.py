@@ -367,7 +367,7 @@ OF_TENSORS = (
     Interface("nn in evaluation", partial(module, trains=False), ("leaves",), (), _PAIRS, any_dtype=True),
     _plain_of_any_dtype("nn of a temperature", of_temperature, ("leaves", "interleaved"), _TALL, SELF),
     Interface("CoCaLoss", captioned, (), (), ("clip_loss",), any_dtype=True),
-    _plain_of_any_dtype("a teacher", taught, (), (*_NO_COLUMNS, *_BARE), ("clip_loss", *_ONE)),
+    _plain_of_any_dtype("a teacher", taught, ("leaves", "interleaved"), (*_NO_COLUMNS, *_BARE), ("clip_loss", *_ONE)),
 )
 """The interfaces that take torch tensors only."""
 

@@ -68,10 +68,14 @@ class LossTrial:
         """A call of this case's arguments; ``options`` are those of ``prepare``."""
         return prepare(self.loss, self.case.arguments, self.case.dtype, self.device, **options)
 
-    def run(self, upstream: float | None = None, **options: Any) -> Result:
-        """The value and the gradients, times ``upstream`` through autograd."""
+    def run(self, upstream: float | None = None, *, again: bool = False, **options: Any) -> Result:
+        """The value and the gradients, times ``upstream`` through autograd; if ``again``, of a second backward pass."""
         call = self.call(**options)
-        return call.finish(call(), upstream)
+        value = call()
+        if again:
+            call.finish(value, retain=True)
+            call.forget()
+        return call.finish(value, upstream)
 
     def train(self, leaves: Sequence[int]) -> list[bool]:
         """Whether each of features, negatives, scale and bias needs a gradient, from the indices of those that do."""

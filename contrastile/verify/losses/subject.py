@@ -154,6 +154,7 @@ class Call:
         if self.loss.facts is not None:
             dtypes = [self.loss.arrays.dtype(x) for x in (value, self.leaves[0])]
             assert dtypes[0] == state_dtype(dtypes[1]), f"of {dtypes[1]} features the loss is {dtypes[0]}"
+            assert not any(isinstance(x, np.generic) for x in (value, *gradients)), "a NumPy number is no array"
         by_autograd = not gradients and claims.by_autograd
         if by_autograd:
             if not hasattr(value, "backward"):
