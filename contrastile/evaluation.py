@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
@@ -46,10 +46,15 @@ def evaluate_taught(
     name: str, settings: AnySettings, *args: Any, teacher: Any, teacher_share: float, **kwargs: Any
 ) -> Array:
     """The value of the loss ``name``, plus the part of each teacher: see ``contrastile.clip_loss``."""
-    loss = evaluate(problems.BUILDERS[name], settings, *args, **kwargs)
-    for part in teachers.parts(teacher, teacher_share):
+    parts = teachers.parts(teacher, teacher_share)
+    loss = evaluate(_with_teachers(problems.BUILDERS[name], settings, parts), settings, *args, **kwargs)
+    for part in parts:
         loss = _added(loss, evaluate(teachers.BUILDERS[name], settings, *args, **kwargs, **part))
     return loss
+
+
+def _with_teachers(build: Builder, settings: AnySettings, parts: Sequence[Any]) -> Builder:
+    return partial(teachers.agreed, build, len(parts)) if parts and settings.get("group") is not None else build
 
 
 def _added(x: Array, y: Array) -> Array:
@@ -154,8 +159,9 @@ def _with_gradients_of_parts(
     """The sums of ``with_gradients`` of a loss and of the parts of its teachers."""
     taught = kwargs.keys() & {"teacher", "teacher_share"} if name in teachers.BUILDERS else ()
     options = {"teacher": None, "teacher_share": 1.0} | {option: kwargs.pop(option) for option in taught}
-    value, gradients = with_gradients(build, settings, args, kwargs)
-    for part in teachers.parts(*options.values()):
+    parts = teachers.parts(*options.values())
+    value, gradients = with_gradients(_with_teachers(build, settings, parts), settings, args, kwargs)
+    for part in parts:
         more, more_gradients = with_gradients(teachers.BUILDERS[name], settings, args, {**kwargs, **part})
         value, gradients = _added(value, more), tuple(map(_added, gradients, more_gradients))
     return value, gradients

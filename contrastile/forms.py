@@ -53,21 +53,29 @@ def limits_of(
     guide: Guide,
     scale: Array,
     positives: Array | None = None,
-) -> Array | None:
-    """The limits of the rows, without a gradient: logits, or dot products of the guide's features.
+) -> tuple[Array, Array | None]:
+    """The scale, and the limits of the rows, without a gradient: logits, or dot products of the guide's features.
 
     ``positives`` are the indices of the rows' positives among the columns of all ranks; None means column i for row i.
+    A scale that is not positive cannot scale a threshold; where it cannot be read, NaN takes its place: see ``nan_if``.
+
+    Raises:
+        ValueError: a readable scale is not positive, and the limits are logits.
     """
     if rule is None:
-        return None
-    if guide[0] is None and validation.values_are_readable(arrays, scale) and not (number := scale.item()) > 0:
-        raise ValueError(f"scale must be positive with a threshold, got {number:g}; leave the threshold out")
+        return scale, None
+    if guide[0] is None:
+        if not validation.values_are_readable(arrays, scale):
+            scale = nan_if(arrays, scale <= 0, scale)
+        elif not (number := scale.item()) > 0:
+            raise ValueError(f"scale must be positive with a threshold, got {number:g}; leave the threshold out")
     q, columns = features if guide[0] is None else (guide[0], (guide[1],))
     if positives is None:
         positive_dots = arrays.row_dots(q, columns[0][: q.shape[0]], arrays.dtype(scale))
     else:
         positive_dots = world.dots_at(arrays, q, columns, positives, arrays.dtype(scale))
-    return rule.limits(positive_dots) if guide[0] is not None else arrays.detached(scale) * rule.limits(positive_dots)
+    limits = rule.limits(positive_dots)
+    return scale, limits if guide[0] is not None else arrays.detached(scale) * limits
 
 
 def form_of(
@@ -194,7 +202,8 @@ def negatives_of(
             "negatives must hold one array of shape (queries, k, width) with share_negatives=False or "
             f"negative_counts=, got shapes {[tuple(getattr(x, 'shape', ())) for x in blocks]}; reshape or join them"
         )
-    matrices = {name: x.reshape((-1, x.shape[2])) if name in shapes else x for name, x in named.items()}
+    # no -1: the width may be 0, which is refused later
+    matrices = named | {name: named[name].reshape((m * k, width)) for name, (m, k, width) in shapes.items()}
     if not needs_per_query:
         return matrices, None
     (per_query,) = shapes.items()

@@ -100,7 +100,7 @@ class _Loss(torch.nn.Module):
         loss = self._evaluate(BUILDERS[self.name], image_features, text_features, *numbers, **kwargs)
         if self.name == "clip_loss" and isinstance(logit_bias, Tensor):
             # adds 0, so that the bias gets a gradient: DDP would otherwise wait for one
-            loss = loss + 0.0 * logit_bias.sum()
+            loss = loss + 0.0 * logit_bias.sum().clamp(-1, 1).to(loss.dtype)
         return {"contrastive_loss": loss} if output_dict else loss
 
     def _evaluate(self, build: Callable[..., LossProblem], *args: Any, **kwargs: Any) -> Any:

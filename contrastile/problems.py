@@ -89,7 +89,7 @@ def clip(
         weight = _normalized_weights(world, arrays, weights, state, 0.5)
     if ids_are == "positives":
         target, positives = _reciprocal(arrays, world.count_in(arrays, ids, order.rising(ids)), state), None
-    limits = limits_of(world, arrays, rule, (rows, (columns,)), guides, scale_0d)
+    scale_0d, limits = limits_of(world, arrays, rule, (rows, (columns,)), guides, scale_0d)
     problem = Problem(
         rows=rows,
         columns=(columns,),
@@ -195,7 +195,7 @@ def info_nce(
         weight = _normalized_weights(world, arrays, weights, state)
     if positives is not None:
         scale_0d = scale_or_nan(world, arrays, positives, batch.columns, scale_0d)
-    limits = limits_of(world, arrays, rule, (rows, columns), guides, scale_0d, positives)
+    scale_0d, limits = limits_of(world, arrays, rule, (rows, columns), guides, scale_0d, positives)
     if positives is None and not are_positives and in_batch:
         positives = diagonal
     placement = batch.placement

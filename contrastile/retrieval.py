@@ -50,8 +50,8 @@ def ranks(
 ) -> Tensor:
     """The number of columns that beat each row's positive: 0 if the positive is the nearest column.
 
-    A column beats the positive unless its dot product is smaller. So a tie counts, and the positives of embeddings that
-    have collapsed to one point, or are NaN, rank last.
+    A column beats the positive unless its dot product is smaller. So a tie counts, and a positive that is NaN ranks
+    last. Equal columns tie if their products are equal; on a CPU these may differ in the last digit by their places.
 
     Args:
         rows: (m, d) float16, bfloat16, float32 or float64.
@@ -195,7 +195,8 @@ def mine_hard_negatives(
     """
     sizes = {"k": k, "range_min": range_min}
     bounds = {"min_score": min_score, "max_score": max_score}
-    bounds |= {"absolute_margin": absolute_margin or 0.0, "relative_margin": relative_margin or 0.0}
+    margins = {"absolute_margin": absolute_margin, "relative_margin": relative_margin}
+    bounds |= {name: 0.0 if margin is None else margin for name, margin in margins.items()}
     ids = row_ids, column_ids
     search = _Search(rows, columns, positives, ids, group, tile, sizes, bounds, progress=progress)
     k, range_min, blocks = int(k), int(range_min), []

@@ -37,6 +37,12 @@ def parts(teacher: Any, share: float) -> Sequence[dict[str, Any]]:
     return [{"teacher": x, "share": share, "teachers": len(teachers)} for x in teachers]
 
 
+def agreed(build: Callable[..., LossProblem], count: int, *args: Any, world: Handshake, **kwargs: Any) -> LossProblem:
+    """The problem of a loss, whose ranks must have as many teachers."""
+    world.settings["teachers"] = count
+    return build(*args, world=world, **kwargs)
+
+
 def _build(
     build: Callable[..., LossProblem],
     query: Array,

@@ -225,11 +225,7 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
         return arrays.asarray(float(x), dtype, like)
     # NumPy's booleans are no instances of Real
     if isinstance(x, Real) or (type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_")):
-        try:
-            number = float(x)
-        except OverflowError:
-            number = math.inf
-        return scalar(name, number, arrays, dtype, like)
+        return scalar(name, _as_float(x), arrays, dtype, like)
     if not arrays.owns(x):
         rule = f"{name} must be a number, or a one-element array like the features"
         raise TypeError(f"{rule}, got {type(x).__name__}; pass a float")
@@ -247,6 +243,14 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
     if values_are_readable(arrays, x):
         _finite(name, x.item(), dtype)
     return arrays.asarray(x if shape == () else x.reshape(()), dtype, like)
+
+
+def _as_float(x: Any) -> float:
+    """A number as a float; infinity where it is too large."""
+    try:
+        return float(x)
+    except OverflowError:
+        return math.inf
 
 
 def _finite(name: str, x: float, dtype: str) -> None:
@@ -344,11 +348,12 @@ def option(name: str, x: Any, least: float, most: float, default: str = "0") -> 
     """
     if not isinstance(x, Real) or isinstance(x, bool):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}; pass a float")
-    if not least <= float(x) <= most:
+    number = _as_float(x)
+    if not least <= number <= most:
         finite = "be finite" if least < 0 else "be positive and finite"
         rule = finite if most == LARGEST["float64"] else f"lie in {least:g}..{most:g}"
-        raise ValueError(f"{name} must {rule}, got {x}; leave it out for {default}")
-    return float(x)
+        raise ValueError(f"{name} must {rule}, got {number}; leave it out for {default}")
+    return number
 
 
 def flag(name: str, x: Any) -> bool:

@@ -29,11 +29,11 @@ Where = tuple[Any, ...]
 """A device, a stream and, over ranks, their communicator."""
 
 MOST, ROOM = 64, 4 << 30
-"""Signatures held, and bytes that their captures have reserved, before another is captured in the place of one."""
+"""The most signatures that are held, and the bytes reserved by their captures from which on no more are."""
 
 IDLE = 500
-"""Calls of other signatures after which a held one gives its place to another. A shorter time would capture a cycle of
-too many signatures for ever."""
+"""The number of calls of other signatures after which a held one gives its place to another, if there is no more room.
+After fewer calls, too many signatures in turn would be captured again and again."""
 
 _CALLS_BEFORE_CAPTURE = 2
 """Launched calls of a signature before a call is captured."""

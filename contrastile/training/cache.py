@@ -51,8 +51,9 @@ def cached_step(
         chunk: samples per chunk, or a ``Budget`` of elements; or one for each input. Independent of the loss's tile.
             None only if every input is a ``stream``.
         split: a function (input, size) -> chunks for inputs of another kind; it must split in the same way each time.
-        backward: called with a 0-d surrogate instead of ``surrogate.backward()``, once per chunk:
-            ``accelerator.backward`` or ``lambda x: scaler.scale(x).backward()``; not with DeepSpeed.
+        backward: called with a 0-d surrogate instead of ``surrogate.backward()``, once per chunk, and once for a
+            ``scale`` that learns: ``accelerator.backward`` or ``lambda x: scaler.scale(x).backward()``. Not with
+            DeepSpeed.
         sync: "auto" finds DDP and FSDP2 modules, or DeepSpeed's engine, in ``encode`` and lets them reduce once, in the
             last backward; a module, or several, names them; None leaves them alone. ``no_sync`` around the call holds.
         offload: whether embeddings and their gradients are kept on the host. The loss then takes the embeddings from
@@ -68,7 +69,8 @@ def cached_step(
 
     Raises:
         TypeError, ValueError: an argument is invalid, or a rule of docs/how-to/training.md is broken; before any
-            forward pass if it can be known then, and always before any gradient is added.
+            forward pass if it can be known then. Only an encoder that encodes a chunk differently in the second pass
+            raises later: gradients of the scale and of earlier chunks are then in ``.grad``.
         RuntimeError: gradients are off, nothing requires one (under FSDP2, in the last chunk), or under DDP a parameter
             is outside of DDP or unused.
     """
@@ -128,7 +130,7 @@ def _synchronized_time() -> float:
 def rank_at_1(query: Tensor, key: Tensor, tile: int | None = None) -> Tensor:
     """Share of queries whose key of the same row has a strictly larger dot product than every other key.
 
-    A tie counts as a miss, so embeddings that have collapsed to one point score 0: see ``retrieval.ranks``.
+    A tie counts as a miss, so embeddings that have collapsed to one point score low: see ``retrieval.ranks``.
 
     Args:
         query: (m, d), floating point, m >= 1.
@@ -178,10 +180,11 @@ class Cached:
         Raises:
             TypeError, ValueError: see ``cached_step``.
         """
+        numbers = as_numbers(scale)
         replay = Replay(self._encode, inputs, *self._replay_options)
         if not torch.is_grad_enabled():
-            return evaluate(self._loss, *replay.outputs, *as_numbers(scale)).detach().reshape(())
-        value, gradients, leaf_gradients = replay.differentiate(self._loss, as_numbers(scale))
+            return evaluate(self._loss, *replay.outputs, *numbers).detach().reshape(())
+        value, gradients, leaf_gradients = replay.differentiate(self._loss, numbers)
 
         def replay_chunks(upstream: Sequence[Tensor | None]) -> None:
             # None means that no gradient arrived: replay with 0, because Replay.run takes None for 1
