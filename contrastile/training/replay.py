@@ -267,11 +267,14 @@ class Replay:
         """One chunk's terms ``<output, gradient>``, with the random numbers and the autocast of the first pass.
 
         Raises:
-            ValueError: the embeddings of the first chunk in which something learns differ from those of the first pass.
+            ValueError: there are not as many outputs as in the first pass, or in the first chunk in which something
+                learns the embeddings differ.
         """
         tower.states[j].restore()
         with self._autocast.again():
             outputs = _checked_outputs(tower.encode(*chunk))
+        if len(outputs) != (count := len(tower.rows[j])):
+            raise ValueError(f"encode must return {count} tensors both times, got {len(outputs)} now; return the same")
         if self._is_repeatable:
             for x, embedding, rows, start in zip(outputs, embeddings, tower.rows[j], offsets, strict=True):
                 first_output = embedding if rows is None else embedding[start : start + rows]
