@@ -16,7 +16,7 @@ from contrastile.backends.arrays import FLOATS, ITEMSIZE
 from contrastile.backends.choice import choose
 from contrastile.backends.contract import Backend, BackendUnavailableError, Footprint, Options, state_dtype
 from contrastile.backends.registry import load
-from contrastile.backends.settings import fits, is_keep_given
+from contrastile.backends.settings import is_keep_given
 from contrastile.reporting import CannotRunError, cannot_run, colored, plain_table, within, write_json
 from contrastile.schedules import timing
 from contrastile.schedules.placement import SCHEDULES, Shards
@@ -180,10 +180,8 @@ def capacity(setup: Setup) -> Capacity:
 
 def estimates(setup: Setup, backend: Backend) -> Iterator[Estimate]:
     """The estimate of every exchange that these GPUs can use."""
-    ranks, machine = setup.ranks, setup.machine
-    if setup.device == "cuda" and fits(setup.rows, setup.batch, setup.dim):
-        # small steps are replayed from CUDA graphs, as ``choose_exchange`` expects
-        machine = replace(machine, host_ms=0.0)
+    ranks, on_gpus = setup.ranks, setup.device == "cuda"
+    machine = timing.replaying(setup.machine, setup.rows, setup.batch, setup.dim, on_gpus=on_gpus)
     for exchange in SCHEDULES:
         # two levels need several hosts with several ranks each
         if ranks.size > 1 and (exchange != "two-level" or 1 < ranks.hosts < ranks.size):

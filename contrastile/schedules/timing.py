@@ -137,6 +137,11 @@ def _two_level(ranks: Ranks, products: int, sent: int, returned: int) -> Iterato
         yield Step(products * (1, near)[step] if step < 2 else products * ranks.per_host * (step <= hosts), messages)
 
 
+def replaying(machine: Machine, rows: int, columns: int, width: int, *, on_gpus: bool) -> Machine:
+    """The machine for a problem of this size: small ones on GPUs are replayed from CUDA graphs, without the host."""
+    return replace(machine, host_ms=0.0) if on_gpus and fits(rows, columns, width) else machine
+
+
 def seconds(exchange: str, ranks: Ranks, machine: Machine) -> float:
     block_time = ranks.rows * ranks.rows * ranks.width / machine.tflops / 1e12
     total, blocks = 0.0, 0
@@ -214,8 +219,7 @@ def choose_exchange(shards: Shards, width: int, itemsize: int, *, on_gpus: bool 
         host_mib = per_host * columns * width * (2 * itemsize + 3 * max(4, itemsize)) / 2**20
         if per_host > 1 and host_mib <= GATHERED_MIB:
             candidates.append("two-level")
-        is_replayed = on_gpus and fits(max(shards.rows), total, width)
-        machine = Machine(host_ms=0.0) if is_replayed else Machine()
+        machine = replaying(Machine(), max(shards.rows), total, width, on_gpus=on_gpus)
         times = {schedule: seconds(schedule, ranks, machine) for schedule in candidates}
         best = min(candidates, key=lambda schedule: times[schedule])
         milliseconds = ", ".join(f"{name} {1e3 * time:,.1f}" for name, time in times.items())

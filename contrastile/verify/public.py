@@ -72,6 +72,7 @@ def by_interfaces(objective: str, subject: Subject, case: str) -> Comparisons:
     """
     nothing_ran = True
     for way, loss, names in interfaces(subject, objective):
+        is_plain_call = way.make is function and loss.claims.library == "torch"
 
         def trial_of(name: str, loss: Loss = loss) -> LossTrial:
             return LossTrial(loss, build(name, subject.dtype, loss.claims, loss.facts), subject.device)
@@ -87,7 +88,6 @@ def by_interfaces(objective: str, subject: Subject, case: str) -> Comparisons:
                 # the interface does not take this argument
                 continue
             fields = trial.fields if name != "nan" else ["loss"]
-            is_plain_call = way.make is function and loss.claims.library == "torch"
             result = trial.run(upstream=UPSTREAM, again=is_plain_call) if name in OPTIONS else trial.result
             upstream = UPSTREAM if name in OPTIONS and result.by_autograd else 1.0
             nothing_ran = False
