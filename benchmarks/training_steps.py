@@ -49,7 +49,7 @@ class Batches(list[Any]):
     """Batches for a library's own loop, which also reads attributes of the list."""
 
 
-def epoch(model: Any, batches: Any, pairs: int, loss: Any, optimiser: Any, parts: int = 1, **options: Any) -> None:
+def epoch(model: Any, batches: Any, pairs: int, loss: Any, optimizer: Any, parts: int = 1, **options: Any) -> None:
     """One step of open_clip's ``train_one_epoch`` over so many pairs; ``parts`` batches make a step."""
     loader: Any = Batches(batches)
     loader.num_batches, loader.num_samples = len(loader), pairs
@@ -58,7 +58,7 @@ def epoch(model: Any, batches: Any, pairs: int, loss: Any, optimiser: Any, parts
     args |= {"log_every_n_steps": 1, **options}
     data = {"train": SimpleNamespace(set_epoch=id, dataloader=loader)}
     train_module = importlib.import_module("open_clip_train.train")
-    train_module.train_one_epoch(model, data, loss, 0, optimiser, None, None, None, SimpleNamespace(**args))
+    train_module.train_one_epoch(model, data, loss, 0, optimizer, None, None, None, SimpleNamespace(**args))
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def open_clip(way: str, b: int, steps: int, chunk: int) -> dict[str, Any]:
     library = importlib.import_module("open_clip")
     torch.manual_seed(0)
     model = library.create_model("ViT-B-32", precision="amp_bf16", device="cuda", output_dict=True)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     wrapped = ChunkedModel(model, chunk) if way.endswith("ChunkedModel") else model
     loss = nn.ClipLoss() if way.startswith("contrastile") else library.ClipLoss()
     parts = b // chunk if way.endswith("freq") else 1
@@ -99,7 +99,7 @@ def open_clip(way: str, b: int, steps: int, chunk: int) -> dict[str, Any]:
         images, texts = pairs(b, step % 4)
         batches = zip(images.chunk(parts), texts.chunk(parts), strict=True)
         with time_block(seconds):
-            epoch(wrapped, batches, b, recorded_loss, optimiser, parts, device="cuda", precision="amp_bf16")
+            epoch(wrapped, batches, b, recorded_loss, optimizer, parts, device="cuda", precision="amp_bf16")
     peak = torch.cuda.max_memory_allocated() - images.nbytes - texts.nbytes
     record = {"seconds": round(statistics.median(seconds[1:]), 3), "peak GiB beside the images": round(peak / 2**30, 2)}
     return record | {"losses": [round(float(x), 5) for x in losses[::parts]]}
@@ -217,15 +217,15 @@ def caches(way: str, b: int, steps: int, chunk: int) -> dict[str, Any]:
     torch.manual_seed(0)
     config = transformers.BertConfig(vocab_size=VOCABULARY, pad_token_id=None, **MINILM)
     encoder = Mean(transformers.BertModel(config, add_pooling_layer=False)).cuda()
-    optimiser = torch.optim.AdamW(encoder.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-4)
     seconds, losses = list[float](), list[Tensor]()
     for step in range(steps):
         generator = torch.Generator("cuda").manual_seed(step % 4)
         pair = torch.randint(FIRST_WORD, VOCABULARY, (2, b, 32), device="cuda", generator=generator)
         with time_block(seconds):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             losses.append(add_gradients(way, encoder, chunk, pair))
-            optimiser.step()
+            optimizer.step()
     record = {"seconds": round(statistics.median(seconds[1:]), 3)}
     record["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     return record | {"losses": [round(float(x), 5) for x in losses]}

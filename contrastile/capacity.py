@@ -314,7 +314,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``contrastile plan``."""
     add = parser.add_argument
     add("--batch", type=int, required=True, metavar="B", help="pairs, of all GPUs together")
-    add("--dim", type=int, required=True, metavar="D", help="width of the embeddings")
+    add("--dim", "--width", type=int, required=True, metavar="D", help="width of the embeddings")
     add("--gpus", type=int, default=1, metavar="N", help="ranks, one GPU each (%(default)s)")
     add("--per-host", type=int, metavar="N", help="GPUs of a host (all)")
     for name, meaning in _MACHINE.items():

@@ -244,17 +244,35 @@ def without_padding(arrays: ArrayLibrary, columns: list[Array], index: int, coun
 
 
 def scale_or_nan(
-    world: Handshake, arrays: ArrayLibrary, positives: Array, columns: int, scale: Array, least: int = 0
+    world: Handshake,
+    arrays: ArrayLibrary,
+    positives: Array,
+    columns: int,
+    scale: Array,
+    least: int = 0,
+    padding: Array | None = None,
 ) -> Array:
-    """The scale, or NaN if a positive whose value cannot be read is out of range: NaN spreads to all results.
+    """The scale, or NaN if an unreadable positive is out of range or is padding: NaN spreads to all results.
+
+    ``padding``: None, or this rank's column ids, which are 0 for padding alone: see ``without_padding``.
 
     Raises:
-        ValueError: a readable positive is out of range; in a group, on every rank.
+        ValueError: a readable positive is out of range or padding; in a group, on every rank.
     """
-    if validation.values_are_readable(arrays, positives):
+    is_readable = validation.values_are_readable(arrays, positives)
+    if is_readable:
         world.confirm(validation.positives(positives, columns, least))
+    else:
+        scale = nan_if(arrays, ((positives < least) | (positives >= columns)).any(), scale)
+    if padding is None:
         return scale
-    return nan_if(arrays, ((positives < least) | (positives >= columns)).any(), scale)
+    ones = arrays.full((positives.shape[0], 1), 1.0, "float64", positives)
+    is_padding = world.dots_at(arrays, ones, [arrays.cast(padding, "float64")[:, None]], positives, "float64") == 0
+    if not is_readable:
+        return nan_if(arrays, is_padding.any(), scale)
+    rule = "positives must not name negatives beyond their query's count, got some; index all negatives, padding too"
+    world.confirm(rule if is_padding.any() else None)
+    return scale
 
 
 def nan_if(arrays: ArrayLibrary, is_invalid: Array, scale: Array) -> Array:

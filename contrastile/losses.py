@@ -1,4 +1,4 @@
-"""The losses. They use the features as given, so normalise the features first.
+"""The losses. They use the features as given, so normalize the features first.
 
 ``scale`` multiplies the dot products. It is CLIP's exp(logit_scale), and 1 / temperature of other losses.
 """
@@ -221,8 +221,8 @@ def info_nce(
             are not sent to other ranks, take O(m k d), and have no index in ``positives`` and ``column_ids``.
         in_batch: False compares a query with its own key and the negatives alone, not with the keys of others. Not with
             ``positives`` or ``ids_are="positives"``.
-        positives: (m,) integers, the index of each query's positive among [key, *negatives]; None means key i for query
-            i. With a group the index counts the columns of all ranks, rank by rank.
+        positives: (m,) integers, the index of each query's positive among [key, *negatives], padding too; None means
+            key i for query i. With a group the index counts the columns of all ranks, rank by rank.
         row_ids: (m,) integers, given together with column_ids; columns with the query's id that are not its positive
             are false negatives and are left out.
         column_ids: (n + all negatives,) integers.

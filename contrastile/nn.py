@@ -76,7 +76,7 @@ class _Loss(torch.nn.Module):
         """The loss, or ``{"contrastive_loss": loss}`` with ``output_dict``.
 
         Args:
-            image_features: (b, d), normalised by the caller.
+            image_features: (b, d), normalized by the caller.
             text_features: (b, d).
             logit_scale: the factor itself, exp of the learned parameter, as open_clip passes it.
             logit_bias: added to every logit of ``SigLipLoss``, where training starts at -10. It has no effect on a
@@ -297,7 +297,7 @@ class DistillClipLoss(ClipLoss):
             image_features: see ``ClipLoss``.
             text_features: see ``ClipLoss``.
             logit_scale: see ``ClipLoss``.
-            dist_image_features: (b, e) the teacher's features, normalised by the caller; they get no gradient.
+            dist_image_features: (b, e) the teacher's features, normalized by the caller; they get no gradient.
             dist_text_features: (b, e), as ``dist_image_features``.
             dist_logit_scale: the teacher's factor, not 0; it gets no gradient.
             output_dict: see ``ClipLoss``.
@@ -373,20 +373,20 @@ class NTXentLoss(_Loss):
         super().__init__(0, 1, {"temperature": value}, **settings)
 
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:  # type: ignore[override]
-        """The loss of both views' features, (b, d) each, which this module normalises.
+        """The loss of both views' features, (b, d) each, which this module normalizes.
 
         Raises:
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
                 ``contrastile.clip_loss``.
         """
-        return self._loss_of(_normalised("out0", out0), _normalised("out1", out1))
+        return self._loss_of(_normalized("out0", out0), _normalized("out1", out1))
 
     def _loss_of(self, *args: Tensor) -> Tensor:
         loss: Tensor = self._evaluate(BUILDERS[self.name], *args, 1 / self.options["temperature"])
         return loss
 
 
-def _normalised(name: str, x: Any) -> Tensor:
+def _normalized(name: str, x: Any) -> Tensor:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}; convert it")
     return torch.nn.functional.normalize(x, dim=-1) if x.is_floating_point() else x
@@ -408,10 +408,10 @@ class SupConLoss(NTXentLoss):
         super().__init__(temperature, **settings)
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
-        """The loss of embeddings, (b, d), which this module normalises, and their labels, (b,) integers.
+        """The loss of embeddings, (b, d), which this module normalizes, and their labels, (b,) integers.
 
         Raises:
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
                 ``contrastile.clip_loss``.
         """
-        return self._loss_of(_normalised("embeddings", embeddings), labels)
+        return self._loss_of(_normalized("embeddings", embeddings), labels)

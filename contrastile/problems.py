@@ -194,7 +194,8 @@ def info_nce(
             weights = has_positive if weights is None else has_positive * weights
         weight = _normalized_weights(world, arrays, weights, state)
     if positives is not None:
-        scale_0d = scale_or_nan(world, arrays, positives, batch.columns, scale_0d)
+        padding = None if negative_counts is None else column_ids
+        scale_0d = scale_or_nan(world, arrays, positives, batch.columns, scale_0d, padding=padding)
     scale_0d, limits = limits_of(world, arrays, rule, (rows, columns), guides, scale_0d, positives)
     if positives is None and not are_positives and in_batch:
         positives = diagonal
@@ -477,7 +478,8 @@ def _scales(
 def _normalized_weights(world: Handshake, arrays: ArrayLibrary, weights: Array, state: str, factor: Any = 1.0) -> Array:
     """``factor`` times the float64 weights over their sum on all ranks; weights of 0 stay 0 if the sum is 0."""
     total = world.total(arrays, arrays.total(weights))
-    return arrays.cast(factor * weights / arrays.where(weights == 0, 1.0, total), state)
+    # NaN in place of a sum that overflows
+    return arrays.cast(factor * weights / arrays.where(weights == 0, 1.0, total + 0 * total), state)
 
 
 def _reciprocal(arrays: ArrayLibrary, count: Array, state: str) -> Array:

@@ -99,16 +99,19 @@ def recall(ranks: Tensor, k: int) -> float:
         ranks: (m,), of ``ranks``.
         k: at least 1.
     """
-    return (ranks < _at_least("k", k, 1)).double().mean().item()
+    return (torch.as_tensor(ranks) < _at_least("k", k, 1)).double().mean().item()
 
 
-def mean_reciprocal_rank(ranks: Tensor) -> float:
-    """MRR: the mean of 1 / (1 + rank). NaN for no rows.
+def mean_reciprocal_rank(ranks: Tensor, k: int | None = None) -> float:
+    """MRR: the mean of 1 / (1 + rank); MRR@k counts 0 for a positive that is not among the k nearest. NaN for no rows.
 
     Args:
         ranks: (m,), of ``ranks``.
+        k: at least 1; None for all ranks.
     """
-    return (1.0 / (1.0 + ranks.double())).mean().item()
+    numbers = torch.as_tensor(ranks).double()
+    is_counted = numbers < (torch.inf if k is None else _at_least("k", k, 1))
+    return (is_counted / (1.0 + numbers)).mean().item()
 
 
 @torch.no_grad()
@@ -158,8 +161,8 @@ def mine_hard_negatives(
     row_ids: Tensor | None = None,
     column_ids: Tensor | None = None,
     range_min: int = 0,
-    min_score: float = -torch.inf,
-    max_score: float = torch.inf,
+    min_score: float | None = None,
+    max_score: float | None = None,
     absolute_margin: float | None = None,
     relative_margin: float | None = None,
     group: Any = None,
@@ -181,7 +184,8 @@ def mine_hard_negatives(
         range_min: the number of nearest columns to skip.
         min_score: negatives have at least this dot product.
         max_score: negatives have at most this dot product.
-        absolute_margin: negatives have at most the positive's dot product minus this margin.
+        absolute_margin: negatives have at most the dot product of the row's own positive minus this margin. Where a
+            query has several positives, sentence-transformers takes the least similar one.
         relative_margin: negatives have at most s - margin x |s|, where s is the positive's dot product.
         group: see ``ranks``.
         tile: see ``ranks``.
@@ -194,7 +198,9 @@ def mine_hard_negatives(
         TypeError, ValueError, MismatchError, ExchangeError: see ``ranks``.
     """
     sizes = {"k": k, "range_min": range_min}
-    bounds = {"min_score": min_score, "max_score": max_score}
+    low = -torch.inf if min_score is None else min_score
+    high = torch.inf if max_score is None else max_score
+    bounds = {"min_score": low, "max_score": high}
     margins = {"absolute_margin": absolute_margin, "relative_margin": relative_margin}
     bounds |= {name: 0.0 if margin is None else margin for name, margin in margins.items()}
     ids = row_ids, column_ids
@@ -202,7 +208,7 @@ def mine_hard_negatives(
     k, range_min, blocks = int(k), int(range_min), []
 
     def limits(positive_dots: Tensor) -> Tensor:
-        limit = torch.full_like(positive_dots, max_score)
+        limit = torch.full_like(positive_dots, high)
         if absolute_margin is not None:
             limit = torch.minimum(limit, positive_dots - absolute_margin)
         if relative_margin is not None:
@@ -212,7 +218,7 @@ def mine_hard_negatives(
     for top, block_positives in search.blocks():
         values, numbers = search.nearest(top, block_positives, range_min + k, limits)
         # values fall, so columns below the smallest score come last
-        numbers = numbers.masked_fill((values == -torch.inf) | (values < min_score), -1)[:, range_min:]
+        numbers = numbers.masked_fill((values == -torch.inf) | (values < low), -1)[:, range_min:]
         blocks.append(torch.nn.functional.pad(numbers, (0, k - numbers.shape[1]), value=-1))
     return torch.cat(blocks) if blocks else search.positives[:, None].expand(0, k)
 

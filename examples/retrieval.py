@@ -37,7 +37,7 @@ def train(hard):
     torch.manual_seed(0)
     query, document = torch.nn.Linear(len(WORDS), 64), tower(64)
     print(f"before: recall@1 {recall(query, document):.2f}")
-    optimiser = torch.optim.Adam([*query.parameters(), *document.parameters()], lr=5e-3)
+    optimizer = torch.optim.Adam([*query.parameters(), *document.parameters()], lr=5e-3)
     for _ in range(60):
         kinds = torch.randint(len(KINDS), (128,))
         columns = torch.cat([kinds, confused(kinds)]) if hard else kinds
@@ -46,9 +46,9 @@ def train(hard):
         key, negatives = pictures[:128], pictures[128:] if hard else ()
         # equal ids: no picture of the query's kind is a negative, not even one of another pair
         loss = contrastile.info_nce(words, key, SCALE, negatives=negatives, row_ids=kinds, column_ids=columns)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     print(f"after:  recall@1 {recall(query, document):.2f}, {'with' if hard else 'without'} hard negatives")
 
 

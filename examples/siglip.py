@@ -41,7 +41,7 @@ towers = Towers()
 model = DistributedDataParallel(towers)
 kinds = torch.randperm(len(KINDS))
 new, seen = kinds[:50], kinds[50:]
-optimiser = torch.optim.Adam(model.parameters(), lr=5e-3)
+optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
 for step in range(101):
     if step in (0, 100):
         with torch.no_grad():
@@ -54,7 +54,7 @@ for step in range(101):
     loss = contrastile.sigmoid_loss(*features, ids=batch[own], group="world")
     if step in (0, 100) and rank == 0:
         print(f"step {step}: loss {loss:.3f}, recall@1 {recall:.2f}, world size {size}")
-    optimiser.zero_grad()
+    optimizer.zero_grad()
     loss.backward()
-    optimiser.step()
+    optimizer.step()
 dist.destroy_process_group()

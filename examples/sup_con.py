@@ -31,12 +31,12 @@ def accuracy(encode):
 
 
 encoder = torch.nn.Linear(384, 64, bias=False)
-optimiser = torch.optim.AdamW(encoder.parameters(), lr=3e-3, weight_decay=0.1)
+optimizer = torch.optim.AdamW(encoder.parameters(), lr=3e-3, weight_decay=0.1)
 print(f"before: {accuracy(lambda x: x):.2f} right, by the embeddings as they come")
 for _ in range(40):
     noisy = train + 0.5 / 384**0.5 * torch.randn(train.shape)
     loss = contrastile.sup_con(normalize(encoder(noisy), dim=1), train_labels, 10.0)
-    optimiser.zero_grad()
+    optimizer.zero_grad()
     loss.backward()
-    optimiser.step()
+    optimizer.step()
 print(f"after:  {accuracy(encoder):.2f} right, by 64 trained features, loss {loss.item():.3f}")

@@ -137,15 +137,15 @@ def train(model: MiniLM, data: WordNet, stream: Any, args: argparse.Namespace) -
     steps = max(1, args.samples // args.batch)
     parameters = [[p for p in model.parameters() if (p.ndim > 1) == decays] for decays in (True, False)]
     groups = [{"params": p, "weight_decay": decay} for p, decay in zip(parameters, (0.01, 0.0), strict=True)]
-    optimiser = torch.optim.AdamW(groups, lr=args.lr * math.sqrt(args.batch / 512))
+    optimizer = torch.optim.AdamW(groups, lr=args.lr * math.sqrt(args.batch / 512))
     # the rate rises for a tenth of the steps, then falls to 0
-    rate = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda i: min((i + 1) / max(1, steps // 10), 1 - i / steps))
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / max(1, steps // 10), 1 - i / steps))
     curve = [{"samples": 0, **evaluate(model, data, stream)}]
     losses, seconds, start = [], 0.0, time.perf_counter()
     for i, rows in zip(range(1, steps + 1), data.batches(args.batch), strict=False):
         metrics = step(model, data, rows, stream)
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         rate.step()
         with torch.no_grad():
             model.log_scale.clamp_(max=math.log(LARGEST_SCALE))

@@ -177,16 +177,16 @@ def conformance(results: Path) -> str:
     fact_head = ["package", "property", "what its reproducer shows", "ranks", "found", "right", "reproducer"]
     parts = [
         about,
-        "### Error over bound",
+        "## Error over bound",
         "Above 1 in bold. A dash: not claimed, or not tested. The last column is the power of the batch.",
         table(["loss", *columns], cells),
         f"Not run, because they need a GPU: {'; '.join(left_out)}." if left_out else "",
-        "### Above the bound",
+        "## Above the bound",
         "To reproduce a cell, append its command to `contrastile verify --loss peers.adapters:`, in `benchmarks`. "
         "Put `TRITON_INTERPRET=1` before it for what runs in the interpreter. "
         "A bound is an element's own: an error of 1e-24 counts where the exact gradient is as small.",
         table(head, failures, left=(0, 1, 2, 5)),
-        "### Facts",
+        "## Facts",
         "To reproduce a fact, append its name to `python benchmarks/conformance.py --fact`.",
         table(fact_head, facts, left=(0, 1, 2, 4, 5, 6)),
     ]
@@ -215,7 +215,8 @@ def integrations(results: Path) -> str:
         libraries, ways = (list(dict.fromkeys(key[i] for key in rows)) for i in (0, 1))
         lines = [[name, *(_error_cell(rows.get((name, way))) for way in ways)] for name in libraries]
         parts += [f"**{title}**", table(["", *ways], lines)]
-        refused |= {f"{', '.join(key)}: {row['said']}": "" for key, row in rows.items() if "said" in row}
+        said = {key: row["said"] for key, row in rows.items() if "said" in row}
+        refused |= {f"{', '.join(key)}: {words}": "" for key, words in said.items() if "not run" not in words}
     return "\n\n".join([*parts, "\n".join(f"* {escaped(refusal)}" for refusal in refused)])
 
 

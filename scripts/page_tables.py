@@ -106,8 +106,10 @@ def gpu_section(stem: str, data: Data) -> str:
     """The section of a record of ``peers``, and over ranks of ``steps``: the machine, our own times, all times."""
     is_distributed = ranks(data) > 1
     source = record_line(stem, data["environment"])
-    overview = scaling(data) if is_distributed else f"![Time and peak memory against the batch](../results/{stem}.svg)"
-    return "\n\n".join([f"### {machine(data['environment'])}", source, overview, peers(data)])
+    name = machine(data["environment"])
+    words = f"Time and peak memory against the batch on {name}; the table has the numbers"
+    overview = scaling(data) if is_distributed else f"![{words}](../results/{stem}.svg)"
+    return "\n\n".join([f"## {name}", source, overview, peers(data)])
 
 
 def cell(row: Row | None) -> str:
@@ -223,7 +225,7 @@ def everyday_section(stem: str, data: Data) -> str:
     e, calls_by_label = data["environment"], calls(data)
     names = dict.fromkeys(name for _, times in calls_by_label.values() for name in times)
     head = ["call", *(f"{HEADS[name]}, ms" if name in HEADS else f"`{name}`, ms" for name in names), _SPEEDUP]
-    parts = [f"### {machine(e)}", record_line(stem, e)]
+    parts = [f"## {machine(e)}", record_line(stem, e)]
     for clip in (True, False):
         rows = [call for label, call in calls_by_label.items() if label.startswith("clip_loss") == clip]
         lines = [[words, *(number(times.get(name)) for name in names), _speedup(words, times)] for words, times in rows]

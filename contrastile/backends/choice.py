@@ -111,6 +111,8 @@ def _found(library: str, place: str, dtype: str, precision: str, guide: bool) ->
         if reason is None and guide and dtype not in load(name).guides:
             reason = "it takes no guide"
         if reason is None:
+            if name == "torch" != row.order[0]:
+                _log.warning("backend='auto' is torch, which is slow on a GPU: %s", why)
             return Choice(name, why)
         why += f"; {name} cannot be used: {reason}"
     return Choice("torch", why)

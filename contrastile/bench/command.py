@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--backend", nargs="+", metavar="NAME", help="backends, or module:attribute (the fast ones that run here)")
     add("--batch", nargs="+", type=int, metavar="B", help="numbers of pairs (4096 8192)")
-    add("--width", nargs="+", type=int, metavar="D", help="numbers of features (512)")
+    add("--width", "--dim", nargs="+", type=int, metavar="D", help="numbers of features (512)")
     add("--variant", nargs="+", choices=VARIANTS, default=["aligned"], help="ragged: b-1, d-3; ids: false negatives")
     add("--dtype", choices=sorted(FLOATS), default="float32", help="of the features (%(default)s)")
     add("--scale", type=float, default=100.0, help="multiplies the dot products (%(default)s)")

@@ -32,10 +32,17 @@ _LOSS_OPTIONS = (
     "hardness_strength",
 )
 _NO_ID = -1
+_TIE = 2.0**-20
+"""A guide's dot product must exceed the positive's by more than this: rounding must not decide a tie."""
 
 
 class _WithTexts:
     """A loss that has the ids of its documents' texts during a forward pass, to mask duplicates."""
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """The library's, with ``mask_duplicates``."""
+        library: Any = super()
+        return {**library.get_config_dict(), "mask_duplicates": cast(Any, getattr(self, "loss", self)).mask_duplicates}
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """The loss of the tokens of queries, of documents, and of each column of hard negatives, 0-d."""
@@ -231,6 +238,8 @@ class _WithGuide:
 
     def _of(self: Any, embeddings: Sequence[Tensor], guide_embeddings: Sequence[Tensor]) -> Tensor:
         """The loss, 0-d, of the embeddings of each column, (b, d), and of the guide's embeddings, (b, e)."""
+        if len(embeddings) < 2:
+            raise ValueError(f"embeddings must be those of anchors and positives, got {len(embeddings)}; give both")
         rows, columns = self._sides(embeddings)
         row_guide, column_guide = self._sides(guide_embeddings)
         value = info_nce(
@@ -239,7 +248,7 @@ class _WithGuide:
             1.0 / self.temperature,
             negatives=columns[1:],
             guide=(row_guide, torch.cat(column_guide)),
-            threshold=-self.margin,
+            threshold=_TIE - self.margin,
             threshold_is=self.margin_strategy,
             **_with_group(self),
         )
@@ -251,7 +260,7 @@ class _WithGuide:
         rows = {"query": anchors}
         columns = [{"query": positives}]
         if self.contrast_anchors:
-            # the guide excludes an anchor against itself, because no pair is more similar
+            # the guide excludes an anchor against itself, unless its positive is as similar: a tie, which counts
             columns.append({"query": anchors})
         if self.contrast_positives:
             rows["document"] = positives
@@ -266,7 +275,7 @@ class GISTEmbedLoss(_WithGuide, losses.GISTEmbedLoss):  # type: ignore[misc]
     The guide's embeddings are compared in the dtype of the model's. Two things differ from the library: with
     ``gather_across_devices`` the anchors of all ranks are contrasted, not a rank's own alone, and the value is that of
     the global batch; and where the guide finds a positive's similarity negative, a relative margin raises the limit
-    instead of lowering it.
+    instead of lowering it. Similarities of the guide that differ by less than 1e-6 are a tie, and leave nothing out.
 
     The arguments are the library's own and ``settings``. They, and what is raised, are as for
     ``MultipleNegativesRankingLoss``.

@@ -59,9 +59,9 @@ def cached_step(
         offload: whether embeddings and their gradients are kept on the host. The loss then takes the embeddings from
             the host, and needs ``device=`` to be computed elsewhere.
         metrics: any of "loss" (always there), "scale" (the first of ``scale``), "rank@1" (``rank_at_1`` of the first
-            two embeddings of this rank; not with ``offload``) and "loss_seconds" (the time of the loss and its gradient
-            by the embeddings; the encoders took the rest of the call. On CUDA the host waits before and after the
-            loss).
+            two embeddings of this rank, row i against column i; not with ``offload``) and "loss_seconds" (the time of
+            the loss and its gradient by the embeddings; the encoders took the rest of the call. On CUDA the host waits
+            before and after the loss).
 
     Returns:
         The loss, 0-d without a graph; the global batch's where the loss has a group. With metrics a dict of 0-d tensors
@@ -108,6 +108,12 @@ def cached_step(
         matrices = [x.detach() for x in replay.outputs if x.ndim == 2]
         if len(matrices) < 2:
             raise ValueError(f"the metric 'rank@1' must have two (b, d) embeddings, got {len(matrices)}; leave it out")
+        if len(matrices[0]) != len(matrices[1]):
+            sizes = " and ".join(str(len(x)) for x in matrices[:2])
+            raise ValueError(
+                f"the metric 'rank@1' must have as many rows as columns, got {sizes}; leave it out, or take "
+                "retrieval.ranks(..., positives=) of embeddings"
+            )
         metric_values["rank@1"] = rank_at_1(matrices[0], matrices[1])
     replay.run(gradients, leaf_gradients, backward=backward)
     return metric_values if metrics else value

@@ -39,6 +39,8 @@ def test_the_library_s_wrappers_accept_our_losses(cached: bool) -> None:
     name = f"{'Cached' * cached}MultipleNegativesRankingLoss"
     options: dict[str, Any] = {"mini_batch_size": 3, "scale": SCALE} if cached else {}
     splade: Any = functools.partial(sparse.CachedSpladeLoss, mini_batch_size=3) if cached else sparse.SpladeLoss
+    config = getattr(ours, name)(SentenceTransformer(modules=[Table(1)], device="cpu"), mask_duplicates=True)
+    assert config.get_config_dict()["mask_duplicates"]
     our_loss = functools.partial(ours.MultipleNegativesRankingLoss, scale=1.0, similarity_fct=util.dot_score)
 
     def matryoshka(loss_class: Any, model: Any) -> Any:
@@ -108,6 +110,15 @@ class ShiftedGuide(nn.Module):
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
         return {**features, "sentence_embedding": 1.0 + features["sentence_embedding"].flip(1)}
+
+
+def test_a_tie_of_the_guide_leaves_nothing_out(tmp_path: Path) -> None:
+    _, ours = libraries()
+    model = tiny_models.sentences(tmp_path)
+    anchors, positives, guide = torch.randn(3, 64, 100, generator=torch.manual_seed(0))
+    losses = [ours.GISTEmbedLoss(model, model, margin=x) for x in (0.0, -10.0)]
+    value, without_guide = (loss._of([anchors, positives], [guide, guide]) for loss in losses)
+    assert value == without_guide
 
 
 @pytest.mark.parametrize("name", ["GISTEmbedLoss", "CachedGISTEmbedLoss"])

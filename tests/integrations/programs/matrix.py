@@ -111,7 +111,7 @@ def zero(way: str, steps: int, **options: Any) -> dict[str, Any]:
 
 def by_pytorch(model: Model, batches: Given, way: str) -> None:
     wrapped: Any = sharded(model) if way == "FSDP2" else DistributedDataParallel(model) if is_distributed() else model
-    optimiser = sgd(model)
+    optimizer = sgd(model)
     for i, batch in enumerate(batches):
         accumulates = is_distributed() and i + 1 < len(batches)
         with (
@@ -122,7 +122,7 @@ def by_pytorch(model: Model, batches: Given, way: str) -> None:
                 LOSS(*wrapped(*batch)).backward()
             else:
                 (training.Cached(LOSS, wrapped, CHUNK)(*batch) / len(batches)).backward()
-    optimiser.step()
+    optimizer.step()
 
 
 def by_trainer(kind: Any, arguments: Any, model: Model, batches: Given, way: str, **options: Any) -> None:
@@ -223,12 +223,12 @@ def by_retriever(model: Model, batches: Given, way: str) -> None:
     inner: Any = model.encoder if way == "cached" else model
     # no loss here uses the pooler of BERT
     wrapped = DistributedDataParallel(inner, find_unused_parameters=True) if is_distributed() else inner
-    optimiser = sgd(model)
+    optimizer = sgd(model)
     if way == "cached":
         retrievers.gradcache(wrapped, batches[0], ours=True)
     else:
         wrapped(batches[0], ours=True).backward()
-    optimiser.step()
+    optimizer.step()
 
 
 def of_transformers(model: Any, batch: Batch) -> Tensor:
