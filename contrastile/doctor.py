@@ -43,7 +43,7 @@ SCALE, CUDA_TORCH = 100.0, "install a CUDA build of torch"
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
-_STYLES = {"ok": "green", "no device": "yellow", "missing": "yellow", "broken": "bold red", "wrong": "bold red"}
+_COLORS = {"ok": "green", "no device": "yellow", "missing": "yellow", "broken": "red", "wrong": "red"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def show(facts: dict[str, Any], findings: list[Finding]) -> bool:
     for kind, title in titles.items():
         rows = [(finding.name, finding.state, finding.detail) for finding in findings if finding.kind == kind]
         if rows:
-            show_table(title, ("name", "state", "detail"), rows, style=lambda cell: _STYLES.get(cell, ""))
+            show_table(title, ("name", "state", "detail"), rows, color=lambda cell: _COLORS.get(cell, ""))
     remedies = dict.fromkeys(f"{finding.name}: {finding.remedy}" for finding in findings if finding.remedy)
     if remedies:
         print("to install or repair", *remedies, sep="\n  ", end="\n\n")

@@ -125,7 +125,7 @@ _ANSI = {"red": "31", "green": "32", "yellow": "33"}
 
 def colored(text: str, color: str) -> str:
     """The text in bold and a colour if stdout is a terminal and NO_COLOR is not set, else the plain text."""
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+    if not color or not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return text
     return f"\033[1;{_ANSI[color]}m{text}\033[0m"
 
@@ -138,10 +138,6 @@ def wrapped(line: str, indent: str = "  ") -> str:
     return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _has_rich() -> bool:
-    return importlib.util.find_spec("rich") is not None
-
-
 def show_table(
     title: str,
     columns: Sequence[str],
@@ -149,53 +145,30 @@ def show_table(
     *,
     right: Sequence[int] = (),
     caption: str = "",
-    style: Callable[[str], str] = lambda cell: "",
+    color: Callable[[str], str] = lambda cell: "",
 ) -> None:
-    """Print a table to stdout, with rich if it is installed, else as plain text.
-
-    The columns of ``right`` are aligned to the right; ``style`` maps a cell's text to rich's style.
-    """
-    if not _has_rich():
-        print(plain_table(title, columns, rows, right=right))
-        print(caption, end="\n" if caption else "")
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    # Text, because names and messages of other packages must not be parsed as markup
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        title=Text(title),
-        title_justify="left",
-        caption=Text(caption) if caption else None,
-    )
-    table.caption_justify = "left"
-    for i, column in enumerate(columns):
-        table.add_column(Text(column), justify="right" if i in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell, style=style(cell)) for cell in row))
-    console = Console()
-    if not console.is_terminal:
-        # do not wrap lines in a file: the ruler below the headings is as wide as the plain table
-        ruler = plain_table("", columns, rows).splitlines()[2]
-        console = Console(width=max(80, len(ruler) + 3 * len(columns)))
-    console.print(table)
+    """Print a table to stdout, and an empty line: see ``plain_table``; ``color`` maps a cell's text to its colour."""
+    print(plain_table(title, columns, rows, right=right, color=color), *[caption] * bool(caption), "", sep="\n")
 
 
-def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
-    """The table as text, one line per row."""
+def plain_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[int] = (),
+    color: Callable[[str], str] = lambda cell: "",
+) -> str:
+    """The table as text, one line per row; the columns of ``right`` are aligned to the right."""
     lines = [list(columns), *(list(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
 
     def text(line: Sequence[str]) -> str:
-        cells = (
+        cells = [
             cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        return "  ".join(cells).rstrip()
+        ]
+        cells[-1] = cells[-1].rstrip()
+        return "  ".join(colored(cell, color(cell.strip())) for cell in cells).rstrip()
 
     body = [text(line) for line in lines]
     return "\n".join([title, body[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *body[1:]])
@@ -208,7 +181,7 @@ def progress(*, shown: bool = True, lines: bool = False) -> Iterator[ProgressCal
     if not shown or sys.stderr is None:
         yield lambda done, total, what: None
         return
-    if not _has_rich() or not sys.stderr.isatty():
+    if importlib.util.find_spec("rich") is None or not sys.stderr.isatty():
         yield _report_tenths() if lines else lambda done, total, what: None
         return
     from rich.console import Console

@@ -242,7 +242,7 @@ def _show_table(rows: Sequence[Row]) -> None:
         cells,
         right=range(2, len(columns)),
         caption="without the unavoidable rounding of a result to its own dtype",
-        style=lambda text: "red" if text.startswith("FAIL") else "",
+        color=lambda text: "red" if text.startswith("FAIL") else "",
     )
     for title, lines in (("skipped", skips(rows)), ("not claimed, not tested", unclaimed(rows))):
         if lines:

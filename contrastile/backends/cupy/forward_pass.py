@@ -53,7 +53,7 @@ class _SideState:
 
     Attributes:
         length: the number of rows or columns.
-        wanted: whether their statistics are requested.
+        is_requested: whether their statistics are requested.
         negative_lse: (length,) float64.
         positive_lse: (length,) float64.
         positive_sum: (length,) float64.
