@@ -32,7 +32,7 @@ QUICK_CASES = (
     *(f"public-losses:{interface}, calls" for interface in ("the function", "value_and_grad", "nn", "cached_step")),
 )
 QUICK_LOSS_CASES = (
-    *("smoke", "ragged", "wide", "hot", "certain", "opposite", "labels", "nan", "calls"),
+    *("smoke", "ragged", "wide", "hot", "certain", "opposite", "labels", "nan", "nan@second", "calls"),
     *("many-tokens", "masked", "masked@opposite"),
 )
 QUICK_DTYPES = ("float32", "bfloat16")

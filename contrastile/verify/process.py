@@ -7,6 +7,8 @@ import os
 import random
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,31 @@ def modes() -> dict[str, Any]:
         "torch's float32 precision": (product_rounding("cpu"), product_rounding("cuda")),
         "torch's deterministic mode": torch.are_deterministic_algorithms_enabled(),
     }
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """A context in which torch multiplies float32 in float32, whatever the process has set.
+
+    If the setting changes inside, it stays changed, so that ``modes`` shows it.
+    """
+    name = "torch's float32 precision"
+    if not any(modes().get(name, ())):
+        yield
+        return
+    torch = sys.modules["torch"]
+    owners = [x.matmul for x in (torch.backends.mkldnn, torch.backends.cuda) if hasattr(x, "matmul")]
+    owners = [x for x in owners if hasattr(x, "fp32_precision")]
+    before = [x.fp32_precision for x in owners] or [torch.get_float32_matmul_precision()]
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        if not any(modes()[name]):
+            # older versions of torch have one setting for all devices
+            torch.set_float32_matmul_precision(before[0] if not owners else "highest")
+            for owner, precision in zip(owners, before, strict=False):
+                owner.fp32_precision = precision
 
 
 def advance() -> None:

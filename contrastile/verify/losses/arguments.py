@@ -148,9 +148,9 @@ def labelled(names: Callable[[Draw, int], np.ndarray]) -> Callable[[Draw, Argume
 
 
 def distinct(draw: Draw, count: int) -> np.ndarray:
-    """Distinct labels: those of ``FAR``, negative ones, and some that are equal as floats."""
-    extra = np.concatenate([2**60 + np.arange(count), -np.arange(2, count + 2) * 2**32])
-    return draw.permutation(np.unique(np.concatenate([FAR, extra])))[:count]
+    """Distinct labels: those of ``FAR``, then negative ones, and some that are equal as floats."""
+    extra = np.stack([2**60 + np.arange(count), -np.arange(2, count + 2) * 2**32], axis=1)
+    return draw.permutation([*dict.fromkeys([*FAR.tolist(), *extra.ravel().tolist()])][:count])
 
 
 def normalised(arguments: Arguments) -> Arguments:

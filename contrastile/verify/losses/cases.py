@@ -112,6 +112,14 @@ def _not_a_number(draw: Draw, b: int, d: int) -> Pairs:
     return rows, columns
 
 
+def _not_a_column(draw: Draw, b: int, d: int) -> Pairs:
+    rows, columns = _not_a_number(draw, b, d)
+    return columns, rows
+
+
+_NOT_NUMBERS = _not_a_number, _not_a_column
+
+
 def _with(arguments: Arguments, **integers: np.ndarray) -> Arguments:
     return replace(arguments, keywords={name: np.asarray(x, np.int64) for name, x in integers.items()})
 
@@ -288,6 +296,7 @@ BATCHES = {
         Batch("scale-0", "scale 0: its gradient must not come from a division by the scale", 31, 24, 0.0),
         Batch("negative-scale", "scale -14.25: a maximum taken before scaling is a minimum after it", 33, 41, -14.25),
         Batch("ids", "shared ids: false negatives are left out, positives stay", 37, 40, 20.0, pairs, 1.0, "ids", _few),
+        Batch("ids@wide", "shared ids of rows far apart, in other tiles", 301, 24, 20.0, pairs, 1.0, "ids", _few),
         Batch("ids@far", "shared ids beyond 32 bits or below 0", 37, 40, 20.0, pairs, 1.0, "ids", _far),
         Batch(
             "ids@cold",
@@ -314,6 +323,7 @@ BATCHES = {
         Batch(
             "nan", "a NaN in one feature: the loss is NaN, never a number and never a hang", 19, 24, 10.0, _not_a_number
         ),
+        Batch("nan@second", "a NaN in one feature of the second argument", 19, 24, 10.0, _not_a_column),
         *_OPTIONS,
     )
 }
@@ -377,7 +387,7 @@ def concerns(name: str, prop: str, own: str | None, objective: str) -> bool:
         objectives = ("info_nce",)
     objectives = batch.objectives or objectives
     # Of NaN features only the value is tested.
-    return (prop == "value" or batch.draw is not _not_a_number) and objective in objectives
+    return (prop == "value" or batch.draw not in _NOT_NUMBERS) and objective in objectives
 
 
 @lru_cache(maxsize=1)
@@ -403,7 +413,7 @@ def build(name: str, dtype: str, claims: Claims, facts: Accuracy | None = None, 
     missing = [name for name in needed if name in KEYWORDS and not getattr(claims, name)]
     if missing:
         raise ValueError({"ids": "equal ids"}.get(missing[0], missing[0]))
-    if batch.draw is _not_a_number and not claims.non_finite:
+    if batch.draw in _NOT_NUMBERS and not claims.non_finite:
         raise ValueError("NaN features")
     case = formed(batch, b, d, dtype, claims, facts, seed)
     if "positives" in case.arguments.keywords and not claims.positives:

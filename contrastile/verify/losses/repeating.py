@@ -137,8 +137,10 @@ def settings(trial: LossTrial) -> Comparisons:
         import torch
 
         threads = torch.get_num_threads()
-        # Use another number than verify itself sets.
-        torch.set_num_threads(threads + 1)
+        # Use numbers that no loss sets, because an earlier call may have set the loss's own.
+        torch.set_num_threads(threads + 6)
+        torch.set_flush_denormal(False)
+    gc.enable()
     with np.errstate(all="warn"):
         before = process.state()
         trial.run()

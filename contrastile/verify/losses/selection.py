@@ -15,6 +15,7 @@ from contrastile.verify.losses.cases import BATCHES, OWN
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.properties import LossProperty, LossTrial
 from contrastile.verify.losses.subject import Loss
+from contrastile.verify.process import exact_products
 from contrastile.verify.runner import Check, Row, Run
 
 CASES = {**{name: batch.about for name, batch in BATCHES.items()}, **OWN, **ranks.SHARDS}
@@ -123,7 +124,7 @@ def _trial(loss: Loss, name: str, dtype: str, device: str, seed: int) -> LossTri
 
 
 def _compare(prop: LossProperty, loss: Loss, name: str, dtype: str, device: str, seed: int) -> Comparisons:
-    with one_thread(loss.arrays, device == "cpu"):
+    with one_thread(loss.arrays, device == "cpu"), exact_products():
         yield from prop.check(_trial(loss, name, dtype, device, seed))
 
 

@@ -30,9 +30,11 @@ class Result(Outcome):
 
     Attributes:
         by_autograd: whether autograd computed the gradients; otherwise the loss returned them.
+        unit: the unit roundoff of the dtype in which the loss came; 0 of a number.
     """
 
     by_autograd: bool = False
+    unit: float = 0.0
 
     @property
     def gradients(self) -> list[Any]:
@@ -175,7 +177,9 @@ class Call:
         # Blocks of negatives, (b, k, d), become matrices too.
         rows, *columns = (None if x is None else x.reshape((-1, x.shape[-1])) for x in arrays)
         scale, bias = (None if x is None else self._to_float64(x).reshape(()) for x in gradients[n : n + 2])
-        return Result(self._to_float64(value), rows, tuple(columns), scale, bias, by_autograd=by_autograd)  # type: ignore[arg-type]
+        dtype = self.loss.arrays.dtype(value) if self.loss.arrays.owns(value) else ""
+        value, unit = self._to_float64(value), UNIT.get(dtype, 0.0)
+        return Result(value, rows, tuple(columns), scale, bias, by_autograd=by_autograd, unit=unit)  # type: ignore[arg-type]
 
     def forget(self) -> None:
         """Drop the gradients of earlier backward passes, because the next pass would add to them."""

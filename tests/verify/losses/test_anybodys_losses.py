@@ -1,6 +1,7 @@
 """Users' losses in the cases of verify: right losses pass in every dtype, and each defect fails its property."""
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -83,7 +84,37 @@ def doubled_gradient(*args):
     return 2 * value - value.detach()
 
 
+class UpstreamHalved(torch.autograd.Function):
+    """The identity, whose backward pass overwrites the upstream gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        result = upstream.clone()
+        upstream.mul_(0.5)
+        return result
+
+
+def masked_in_tiles(image, text, scale, ids):
+    """A loss that finds equal ids inside of tiles alone."""
+    index = torch.arange(len(image))
+    is_left_out = (ids[:, None] == ids) & (index[:, None] // 64 == index // 64)
+    logits = (scale * image @ text.T).masked_fill(is_left_out.fill_diagonal_(False), -torch.inf)
+    return (functional.cross_entropy(logits, index) + functional.cross_entropy(logits.T, index)) / 2
+
+
+def in_float32(image, text, scale):
+    return clip(image.float(), text.float(), scale).to(image.dtype)
+
+
 WRONG = [
+    ("ids@wide value", masked_in_tiles, {"ids": True}),
+    ("smoke inputs-kept", lambda *inputs: UpstreamHalved.apply(clip(*inputs)), {}),
+    ("nan@second value", lambda image, text, scale: clip(image, text.nan_to_num(), scale), {}),
+    ("calls settings", lambda *inputs: (gc.disable(), clip(*inputs))[1], {}),
     ("ids@cold value", masked, {"ids": True}),
     ("smoke determinism", lambda *inputs: clip(*inputs) * (1 + torch.rand(()) / 2**9), {}),
     ("memory linear-memory", clip, {"linear_memory": True}),
@@ -105,6 +136,22 @@ def test_a_wrong_loss_fails_where_a_right_one_passes(failing, loss, claims):
     assert row["ratio"] >= 1
     if loss is not clip:
         assert not failed_properties(clip, claims, **selection)
+
+
+def test_a_setting_of_the_process_widens_no_bound():
+    torch.set_float32_matmul_precision("medium")
+    try:
+        failed = failed_properties(lambda image, text, scale: clip(image, 1.001 * text, scale), cases=["smoke"])
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert {"value", "gradients"} <= failed
+
+
+def test_a_loss_of_float32_state_may_be_rounded_at_the_end():
+    claims = {"dtypes": ("bfloat16",), "state": "float32", "autocast": False}
+    assert not failed_properties(in_float32, claims, cases=["smoke", "hot"])
+    assert "value" in failed_properties(lambda *inputs: 1.02 * in_float32(*inputs), claims, cases=["smoke"])
 
 
 def test_a_loss_that_claims_to_normalise_has_other_gradients():

@@ -1,4 +1,4 @@
-"""docs/how-to/verify-loss.md: the first kernel fails as shown, the repaired one passes, and the claims exist."""
+"""docs/how-to/verify-loss.md: the first loss passes, a kernel fails as shown, repaired it passes; the claims exist."""
 
 import importlib
 import re
@@ -9,7 +9,7 @@ from pages import blocks, read
 from contrastile.verify.losses import Claims, check
 
 PAGE = read("docs/how-to/verify-loss.md")
-CLAIMS, CONFTEST, KERNEL, REPAIRED = blocks(PAGE)
+FIRST, CLAIMS, CONFTEST, KERNEL, REPAIRED = blocks(PAGE)
 
 
 @pytest.fixture
@@ -26,6 +26,8 @@ def module(tmp_path, monkeypatch):
 
 
 def test_the_kernel_is_wrong_as_the_page_says_and_then_repaired(module):
+    rows = check(module("first_of_the_page", FIRST).clip, cases=["smoke"])
+    assert {row["status"] for row in rows} == {"pass", "unclaimed"}
     shown = re.findall(r"^FAILED kernels:clip (\S+) (\S+) (\S+)$", PAGE, re.M)
     assert len(shown) == 4
     loss = module("kernels_of_the_page", KERNEL).clip
