@@ -8,7 +8,7 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -40,18 +40,21 @@ def exact_products() -> Iterator[None]:
         yield
         return
     torch = sys.modules["torch"]
-    owners = [x.matmul for x in (torch.backends.mkldnn, torch.backends.cuda) if hasattr(x, "matmul")]
-    owners = [x for x in owners if hasattr(x, "fp32_precision")]
-    before = [x.fp32_precision for x in owners] or [torch.get_float32_matmul_precision()]
+    # newer versions of torch have a setting for each kind of device, too
+    owners = [x for x in (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul) if hasattr(x, "fp32_precision")]
+    precisions = [x.fp32_precision for x in owners]
+    before = "highest"
+    with suppress(RuntimeError):
+        before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
         if not any(modes()[name]):
-            # older versions of torch have one setting for all devices
-            torch.set_float32_matmul_precision(before[0] if not owners else "highest")
-            for owner, precision in zip(owners, before, strict=False):
-                owner.fp32_precision = precision
+            torch.set_float32_matmul_precision(before)
+            for owner, precision in zip(owners, precisions, strict=True):
+                if owner.fp32_precision != precision:
+                    owner.fp32_precision = precision
 
 
 def advance() -> None:
