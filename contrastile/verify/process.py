@@ -41,7 +41,8 @@ def exact_products() -> Iterator[None]:
         return
     torch = sys.modules["torch"]
     # newer versions of torch have a setting for each kind of device, too
-    owners = [x for x in (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul) if hasattr(x, "fp32_precision")]
+    owners: list[Any] = [getattr(x, "matmul", None) for x in (torch.backends.mkldnn, torch.backends.cuda)]
+    owners = [x for x in owners if hasattr(x, "fp32_precision")]
     precisions = [x.fp32_precision for x in owners]
     before = "highest"
     with suppress(RuntimeError):
