@@ -143,7 +143,7 @@ def test_a_stale_page_or_chart_is_detected(tmp_path: Path, capsys: pytest.Captur
     assert make_pages.main(options) == 0
     assert make_pages.main([*options, "--check"]) == 0
     text = page.read_text()
-    assert re.search("^before\n<!-- .* -->\n\n### NVIDIA H200\n.*\n\n<!-- end -->\nafter\n", text, re.DOTALL)
+    assert re.search("^before\n<!-- .* -->\n\n## NVIDIA H200\n.*\n\n<!-- end -->\nafter\n", text, re.DOTALL)
     page.write_text(re.sub(r"\d\d\.\d %", "0.1 %", text, count=1))
     assert make_pages.main([*options, "--check"]) == 1
     page.write_text(text)
