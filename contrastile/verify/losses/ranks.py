@@ -31,6 +31,8 @@ from contrastile.verify.losses.cases import LossCase, sized
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.properties import compared
 from contrastile.verify.losses.subject import Loss, Result, load
+from contrastile.verify.process import exact_products
+from contrastile.verify.rounding import UNIT
 from contrastile.verify.trial import SkipError
 from contrastile.verify.truth import Outcome
 
@@ -94,7 +96,9 @@ def check(loss: Loss, name: str, ranks: int, fields: tuple[str, ...]) -> Compari
         raise RuntimeError(results)
     result = results[name]
     expected = allowed.expected(case)
-    worst = compared(case, result, expected, allowed.allowed(case, spread=Spread(shards, shards)), fields)
+    with exact_products():
+        bound = allowed.allowed(case, spread=Spread(shards, shards))
+    worst = compared(case, result, expected, bound, fields)
     yield _factor_label(ranks, worst, result, expected, fields), worst
 
 
@@ -212,7 +216,8 @@ def _run_rank(rank: int, request: tuple[Any, ...], size: int, folder: Path) -> N
                 case_and_shards = shared(case, loss.claims, size)
             except ValueError:
                 continue
-            results[case] = _under_ddp(loss.claims, call, *case_and_shards, rank)
+            with exact_products():
+                results[case] = _under_ddp(loss.claims, call, *case_and_shards, rank)
         dist.barrier()
     except BaseException as error:
         (folder / f"error{rank}").write_text(f"rank {rank} raised {one_line(error)}")
@@ -260,4 +265,5 @@ def _under_ddp(claims: Claims, call: Any, case: LossCase, shards: tuple[int, ...
 
     rows, *columns = (to_float64(x.grad if x.grad is None else x.grad.flatten(0, -2)) for x in towers.features)
     scale, bias = [*(to_float64(x.grad) for x in towers.numbers), None, None][:2]
-    return Result(to_float64(mean / dist.get_world_size()), rows, tuple(columns), scale, bias)
+    unit = UNIT[str(value.dtype).removeprefix("torch.")]
+    return Result(to_float64(mean / dist.get_world_size()), rows, tuple(columns), scale, bias, unit=unit)

@@ -39,6 +39,21 @@ class WithGradients(Loss):
         return torch.cat(torch.distributed.nn.all_gather(x.contiguous()))
 
 
+class OffByAThousandth(WithGradients):
+    """A loss that is .1 % too large."""
+
+    def forward(self, *args):
+        return 1.001 * super().forward(*args)
+
+
+class RoundedAtTheEnd(WithGradients):
+    """A loss in float32 that returns the features' dtype."""
+
+    def forward(self, image_features, text_features, logit_scale):
+        value = super().forward(image_features.float(), text_features.float(), logit_scale)
+        return value.to(image_features.dtype)
+
+
 class RaisingOnLastRank(WithGradients):
     """A loss that is right on two ranks, and of which the last of three ranks raises."""
 

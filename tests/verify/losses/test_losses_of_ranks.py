@@ -2,6 +2,7 @@
 
 import gathering
 import pytest
+import torch
 
 import contrastile.nn
 from contrastile.cli import main
@@ -32,6 +33,19 @@ def test_a_right_loss_passes_with_equal_and_different_shards():
     rows = rows_of(contrastile.nn.SigLipLoss, claims)
     assert {row["status"] for row in rows} == {"pass"}
     assert {(row["case"], row["property"]) for row in rows} == {(case, name) for case in ranks.SHARDS for name in DDP}
+
+
+@pytest.mark.slow
+def test_a_setting_of_the_process_widens_no_bound_and_a_final_rounding_is_allowed():
+    claims = {"ranks": 2, "equal_shards": True}
+    torch.set_float32_matmul_precision("medium")
+    try:
+        rows = rows_of(gathering.OffByAThousandth, claims)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert {row["status"] for row in rows if row["case"] == "shards"} == {"fail"}
+    rows = rows_of(gathering.RoundedAtTheEnd, claims | {"dtypes": ("bfloat16",), "state": "float32"})
+    assert {row["status"] for row in rows if row["case"] == "shards"} == {"pass"}
 
 
 @pytest.mark.slow
